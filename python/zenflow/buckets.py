@@ -1,0 +1,54 @@
+"""Parameters to buckets: how stripes are grouped for transfer and host work. Pure planning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from .parameters import OffloadedParameter, Segment
+from .schedule import stripe_bounds
+
+__all__ = ["plan_buckets"]
+
+
+def plan_buckets(
+    parameters: Iterable[OffloadedParameter], update_interval: int, bucket_numel: int
+) -> Iterator[list[Segment]]:
+    """Lists of segments, a list a bucket, in the order of the parameters within each phase.
+
+    Neighbours share a bucket if they share hyper-parameters, dtype and gate. A run of them is cut evenly, into
+    as few buckets as ``bucket_numel`` elements allow, between rows where a stripe alone is larger.
+    """
+    ordered = list(parameters)
+    for phase in range(update_interval):
+        for _, run in groupby(ordered, key=lambda p: (p.group, p.param.dtype, p.gates)):
+            stripes = []
+            for parameter in run:
+                start, stop = stripe_bounds(parameter.matrix.rows, update_interval)[phase]
+                if start < stop and parameter.matrix.cols:
+                    stripes.append(Segment(parameter, phase, start, stop))
+            yield from _cut(stripes, bucket_numel)
+
+
+def _cut(stripes: list[Segment], bucket_numel: int) -> Iterator[list[Segment]]:
+    total = sum(stripe.numel for stripe in stripes)
+    count = -(-total // bucket_numel)
+    if not count:
+        return
+    limit = -(-total // count)
+    bucket: list[Segment] = []
+    filled = 0
+    for stripe in stripes:
+        cols, start = stripe.parameter.matrix.cols, stripe.start
+        while start < stripe.stop:
+            room = (limit - filled) // cols
+            if room <= 0 and bucket:
+                yield bucket
+                bucket, filled = [], 0
+                continue
+            stop = min(stripe.stop, start + max(1, room))
+            bucket.append(Segment(stripe.parameter, stripe.phase, start, stop, filled))
+            filled += bucket[-1].numel
+            start = stop
+    if bucket:
+        yield bucket

@@ -1,0 +1,200 @@
+"""ZenFlowAdamW's state dict: AdamW's format, plus what is needed to go on bit for bit.
+
+Beside ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master_weight`` a parameter has, where it is offloaded:
+
+- ``pending_lr_sum``, ``pending_decay`` (float64, one a stripe): L and 1 - P, the movement that is still to come;
+- ``late_stripes`` (bool, one a stripe): closed, but not shown yet (``staleness=1``);
+- ``selected_columns`` (int64), ``column_importance`` (fp32), and ``next_columns`` (int64) between a choice and its
+  exchange.
+
+Counters are under one key of their own. Everything is a tensor, a number or a dict, so ``weights_only=True`` loads it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._core import Engine
+from .errors import ArgumentError
+from .parameters import OffloadedParameter
+from .registry import Registry, SmallParameter
+from .schedule import stripe_bounds
+from .state import StateDict, check_entry, step_tensor, update_count
+from .transfer import Transfer
+
+__all__ = ["KEY", "VERSION", "check", "export", "fill"]
+
+#: Key of the counters in the state dict.
+KEY = "zenflow"
+#: Of the format; a newer one is refused.
+VERSION = 1
+
+
+def export(
+    registry: Registry, transfer: Transfer, engine: Engine, update_interval: int
+) -> dict[Tensor, StateDict]:
+    """The state entries of every parameter that was updated at least once. The worker must be idle."""
+    entries: dict[Tensor, StateDict] = {}
+    for small in registry.small:
+        if small.k:
+            state = small.state
+            entry = {"step": step_tensor(small.k), "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+            if state.master_weight is not None:
+                entry["master_weight"] = state.master_weight
+            entries[small.param] = entry
+    for record in registry.offloaded:
+        if record.mastered:
+            entries[record.param] = _export_offloaded(record, registry, transfer, engine, update_interval)
+    return entries
+
+
+def _export_offloaded(
+    record: OffloadedParameter,
+    registry: Registry,
+    transfer: Transfer,
+    engine: Engine,
+    update_interval: int,
+) -> StateDict:
+    shape = record.param.shape
+    lr_sum = torch.zeros(update_interval, dtype=torch.float64)
+    decay = torch.zeros(update_interval, dtype=torch.float64)
+    late = torch.zeros(update_interval, dtype=torch.bool)
+    for bucket, i in record.segments:
+        _, lr_sum[bucket.phase], decay[bucket.phase] = engine.progress(bucket.engine_id)[i]
+        pending = transfer.pending.get(bucket.engine_id)
+        if pending is not None and any(segment is bucket.segments[i] for segment, _ in pending.segments):
+            late[bucket.phase] = True
+    entry = {
+        "step": step_tensor(record.k),
+        "exp_avg": record.exp_avg.view(shape),
+        "exp_avg_sq": record.exp_avg_sq.view(shape),
+        "master_weight": registry.whole_master(record).view(shape),
+        "pending_lr_sum": lr_sum,
+        "pending_decay": decay,
+        "late_stripes": late,
+    }
+    if record.columns is not None:
+        entry["selected_columns"] = record.columns.columns
+    if record.importance is not None:
+        entry["column_importance"] = record.importance
+    if record.chosen is not None:
+        entry["next_columns"] = record.chosen
+    return entry
+
+
+def check(params: list[Tensor], names: list[str], given: StateDict) -> None:
+    """Raises :class:`ArgumentError` unless ``given`` can be loaded whole."""
+    header = given.get(KEY, {})
+    version = header.get("version", VERSION)
+    if version != VERSION:
+        raise ArgumentError(
+            f"the state dict has format version {version}; accepted: {VERSION}. Update torch-zenflow to read it"
+        )
+    for index, entry in given["state"].items():
+        if not isinstance(index, int) or not 0 <= index < len(params):
+            raise ArgumentError(f"the state dict has an entry for {index!r}; accepted: indices of parameters")
+        check_entry(entry, params[index], names[index])
+
+
+def fill(
+    registry: Registry,
+    transfer: Transfer,
+    engine: Engine,
+    update_interval: int,
+    named: list[tuple[Tensor, str, int]],
+    given: StateDict,
+) -> None:
+    """Makes the live state what ``given`` says. Parameters without an entry start anew."""
+    transfer.finish()
+    for pending in list(transfer.pending.values()):
+        for segment, _ in pending.segments:
+            transfer.discard(segment.parameter)
+    for index, (param, name, group) in enumerate(named):
+        if param not in registry:
+            continue
+        record = registry[param]
+        entry = given["state"].get(index, {})
+        if isinstance(record, SmallParameter):
+            _fill_small(record, entry, name)
+            continue
+        _fill_offloaded(record, entry, name, registry)
+        if entry.get("pending_lr_sum") is not None and entry["pending_lr_sum"].numel() != update_interval:
+            # Saved with another interval: its stripes are not ours, so all that is pending moves now.
+            _move_pending(record, entry, given["param_groups"][group])
+            late = [True] * update_interval
+            _set_progress(record, engine, [(0.0, 0.0)] * update_interval)
+        else:
+            late = entry.get("late_stripes", torch.zeros(update_interval, dtype=torch.bool)).tolist()
+            lr_sum, decay = entry.get("pending_lr_sum"), entry.get("pending_decay")
+            none = lr_sum is None or decay is None
+            pending = [(0.0, 0.0)] * update_interval if none else list(zip(lr_sum.tolist(), decay.tolist(), strict=True))
+            _set_progress(record, engine, pending)
+        _select(record, entry, registry)
+        for bucket, i in record.segments:
+            if late[bucket.phase]:
+                transfer.restore(bucket, [bucket.segments[i]])
+
+
+def _fill_small(record: SmallParameter, entry: StateDict, name: str) -> None:
+    record.k = update_count(entry.get("step", 0), name)
+    record.version = record.param._version
+    state = record.state
+    for key, target in (("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq)):
+        _copy(target, entry.get(key))
+    if state.master_weight is not None:
+        _copy(state.master_weight, entry.get("master_weight", record.param.detach()))
+
+
+def _fill_offloaded(record: OffloadedParameter, entry: StateDict, name: str, registry: Registry) -> None:
+    record.k = update_count(entry.get("step", 0), name)
+    record.mastered = bool(entry)
+    record.version = record.param._version
+    record.columns = record.importance = record.chosen = None
+    _copy(record.exp_avg, entry.get("exp_avg"))
+    _copy(record.exp_avg_sq, entry.get("exp_avg_sq"))
+    _copy(record.master_weight, entry.get("master_weight", record.param.detach()))
+
+
+def _set_progress(record: OffloadedParameter, engine: Engine, pending: list[tuple[float, float]]) -> None:
+    for bucket, i in record.segments:
+        rows = engine.progress(bucket.engine_id)
+        rows[i] = (record.k, *pending[bucket.phase])
+        engine.set_progress(bucket.engine_id, rows)
+
+
+def _select(record: OffloadedParameter, entry: StateDict, registry: Registry) -> None:
+    if "selected_columns" in entry:
+        registry.exchange(record, _columns(entry["selected_columns"]))
+    if "column_importance" in entry:
+        record.importance = entry["column_importance"].detach().to("cpu", torch.float32, copy=True)
+    if "next_columns" in entry:
+        record.chosen = _columns(entry["next_columns"])
+
+
+def _move_pending(record: OffloadedParameter, entry: StateDict, group: StateDict) -> None:
+    """Closes every stripe of a checkpoint, as its own next close would have with no further gradient."""
+    lr_sum, decay = entry["pending_lr_sum"], entry["pending_decay"]
+    beta1, beta2 = group["betas"]
+    first, second = 1.0 - beta1**record.k, 1.0 - beta2**record.k
+    shape = record.matrix.rows, record.matrix.cols
+    master, m, v = (t.view(shape) for t in (record.master_weight, record.exp_avg, record.exp_avg_sq))
+    deferred = torch.ones(shape[1], dtype=torch.bool)
+    if "selected_columns" in entry:
+        deferred[_columns(entry["selected_columns"])] = False
+    for phase, (start, stop) in enumerate(stripe_bounds(shape[0], lr_sum.numel())):
+        rows = slice(start, stop)
+        direction = (m[rows] / first) / ((v[rows] / second).sqrt() + group["eps"])
+        moved = master[rows] * (1.0 - float(decay[phase])) - float(lr_sum[phase]) * direction
+        master[rows] = torch.where(deferred, moved, master[rows])
+
+
+def _columns(columns: Tensor) -> Tensor:
+    return columns.detach().to("cpu", torch.int64, copy=True)
+
+
+def _copy(target: Tensor, source: Tensor | None) -> None:
+    if source is None:
+        target.zero_()
+    else:
+        target.copy_(source.detach().reshape(target.shape))

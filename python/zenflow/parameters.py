@@ -1,0 +1,79 @@
+"""The records of what is offloaded: a parameter, its stripes' segments, and the buckets they travel in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .matrix import ParameterMatrix
+from .ownership import DeviceColumns
+
+__all__ = ["Bucket", "OffloadedParameter", "Segment"]
+
+
+@dataclass(eq=False)
+class Segment:
+    """Rows ``start:stop`` of a parameter: one stripe of it, or a part of one where a stripe is larger than a bucket."""
+
+    parameter: OffloadedParameter
+    phase: int
+    start: int
+    stop: int
+    #: First element within its bucket's slots.
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return (self.stop - self.start) * self.parameter.matrix.cols
+
+
+@dataclass(eq=False)
+class OffloadedParameter:
+    """A parameter whose master weight and moments the engine owns.
+
+    ``k`` counts the updates submitted; the engine counts those done. ``version`` is the parameter's version counter
+    after our own last write, so that a foreign write is seen.
+    """
+
+    param: Tensor
+    name: str
+    #: Position among all offloaded parameters: staggers the selection.
+    index: int
+    group: int
+    matrix: ParameterMatrix
+    engine_id: int
+    master_weight: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    segments: list[tuple[Bucket, int]] = field(default_factory=list)
+    k: int = 0
+    columns: DeviceColumns | None = None
+    importance: Tensor | None = None
+    #: Columns that take over at the next step; chosen, but not exchanged yet.
+    chosen: Tensor | None = None
+    #: False until the master weight was taken from the weight or from a state dict.
+    mastered: bool = False
+    version: int = -1
+    #: Numbers of the gates that may land it; empty where it lands in ``step()``.
+    gates: tuple[int, ...] = ()
+
+    @property
+    def pieces(self) -> list[Segment]:
+        """Its segments, in the order of their phases and rows."""
+        return [bucket.segments[i] for bucket, i in self.segments]
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A run of segments of neighbouring parameters with one phase: what one slot carries and one ticket is for."""
+
+    engine_id: int
+    phase: int
+    group: int
+    dtype: torch.dtype
+    gates: tuple[int, ...]
+    segments: list[Segment]
+    numel: int

@@ -1,0 +1,218 @@
+"""The records of every parameter that the optimizer has met, their host memory and their buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._core import Engine, HostArray
+from .buckets import plan_buckets
+from .config import Config
+from .cpu_adamw import moved
+from .dense_adamw import DenseState
+from .errors import ArgumentError
+from .gate import Gates
+from .matrix import ParameterMatrix, is_dense
+from .ownership import change_owner
+from .parameters import Bucket, OffloadedParameter, Segment
+from .transfer import Transfer
+
+__all__ = ["Registry", "SmallParameter"]
+
+
+class SmallParameter:
+    """A parameter that is updated whole at every step, on the device side."""
+
+    __slots__ = ("group", "k", "name", "param", "scratch", "state", "version")
+
+    def __init__(self, param: Tensor, name: str, group: int) -> None:
+        self.param = param
+        self.name = name
+        self.group = group
+        # A weight with gaps in its memory is updated in a gapless copy.
+        self.scratch = None if is_dense(param) else param.detach().contiguous()
+        self.state = DenseState.new(param if self.scratch is None else self.scratch)
+        self.k = 0
+        self.version = param._version
+
+    def adopt(self) -> None:
+        """Takes the weight for the master where someone else wrote it."""
+        if self.scratch is not None:
+            self.scratch.copy_(self.param.detach())
+        if self.param._version != self.version and self.state.master_weight is not None:
+            _adopt(self.state.master_weight, self.param.detach())
+
+    def written(self) -> None:
+        """Brings the kernel's writes to the parameter and to autograd's notice."""
+        if self.scratch is not None:
+            self.param.detach().copy_(self.scratch)
+        else:
+            torch.autograd.graph.increment_version(self.param)
+        self.version = self.param._version
+
+
+class Registry:
+    """All records, by parameter, and all buckets, in the order of registration."""
+
+    def __init__(self, engine: Engine, transfer: Transfer, gates: Gates | None, config: Config) -> None:
+        self._engine = engine
+        self._transfer = transfer
+        self._gates = gates
+        self._config = config
+        self._records: dict[Tensor, OffloadedParameter | SmallParameter] = {}
+        self.offloaded: list[OffloadedParameter] = []
+        self.small: list[SmallParameter] = []
+        self.buckets: list[Bucket] = []
+
+    def __contains__(self, param: Tensor) -> bool:
+        return param in self._records
+
+    def __getitem__(self, param: Tensor) -> OffloadedParameter | SmallParameter:
+        return self._records[param]
+
+    @property
+    def offloaded_numel(self) -> int:
+        """Elements whose states the engine owns."""
+        return sum(record.param.numel() for record in self.offloaded)
+
+    @property
+    def device_numel(self) -> int:
+        """Elements of parameters that stay on the device side."""
+        return sum(record.param.numel() for record in self.small)
+
+    @property
+    def selected_numel(self) -> int:
+        """Offloaded elements that the device moves every step."""
+        owned = (record.columns for record in self.offloaded)
+        return sum(columns.state.weight.numel() for columns in owned if columns is not None)
+
+    def add(self, entries: Sequence[tuple[Tensor, str, int]]) -> None:
+        """Makes records and buckets for ``(parameter, name, group)`` that have none yet."""
+        added = []
+        for param, name, group in entries:
+            if param in self._records:
+                continue
+            record: OffloadedParameter | SmallParameter
+            if param.ndim < 2 or param.numel() < max(1, self._config.min_offload_numel):
+                record = SmallParameter(param, name, group)
+                self.small.append(record)
+            else:
+                record = self._offload(param, name, group)
+                self.offloaded.append(record)
+                added.append(record)
+            self._records[param] = record
+        for segments in plan_buckets(added, self._config.update_interval, self._config.bucket_numel):
+            self._add_bucket(segments)
+
+    def _offload(self, param: Tensor, name: str, group: int) -> OffloadedParameter:
+        matrix = ParameterMatrix(param)
+        engine_id = self._engine.add_parameter(param.numel())
+        master_weight, exp_avg, exp_avg_sq = (_tensor(array) for array in self._engine.arrays(engine_id))
+        return OffloadedParameter(
+            param=param,
+            name=name,
+            index=len(self.offloaded),
+            group=group,
+            matrix=matrix,
+            engine_id=engine_id,
+            master_weight=master_weight,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            gates=() if self._gates is None else self._gates.owners(param),
+        )
+
+    def _add_bucket(self, segments: list[Segment]) -> None:
+        first = segments[0].parameter
+        number = self._engine.add_bucket(
+            [(s.parameter.engine_id, s.start * s.parameter.matrix.cols, s.numel) for s in segments]
+        )
+        bucket = Bucket(
+            engine_id=number,
+            phase=segments[0].phase,
+            group=first.group,
+            dtype=first.param.dtype,
+            gates=first.gates,
+            segments=segments,
+            numel=sum(segment.numel for segment in segments),
+        )
+        for i, segment in enumerate(segments):
+            segment.parameter.segments.append((bucket, i))
+        if self._gates is not None:
+            for gate in first.gates:
+                self._gates.gates[gate].buckets.append(number)
+        self.buckets.append(bucket)
+        self._transfer.expect(bucket)
+
+    def check_unmoved(self, param: Tensor, name: str) -> None:
+        """Raises :class:`ArgumentError` if the parameter isn't the tensor any more that was registered."""
+        record = self._records.get(param)
+        if record is None:
+            return
+        if isinstance(record, SmallParameter):
+            changed = record.scratch is None and moved(record.state.weight, param)
+        else:
+            bucket = record.segments[0][0]
+            changed = record.param.dtype != bucket.dtype or param.numel() != record.master_weight.numel()
+        if changed:
+            raise ArgumentError(
+                f"{name} was moved or changed to {tuple(param.shape)}, {param.dtype} after the optimizer was built; "
+                "accepted: the same tensor. Build the optimizer after model.to(...)"
+            )
+
+    def whole_master(self, record: OffloadedParameter) -> Tensor:
+        """The host's master with the device's columns written into their places, which are dead storage there."""
+        if record.columns is not None and record.columns.columns.numel():
+            shape = record.matrix.cols, record.columns.columns, record.columns.state.master
+            self._engine.scatter_columns(record.engine_id, *shape)
+        return record.master_weight
+
+    def exchange(self, record: OffloadedParameter, columns: Tensor) -> tuple[int, int]:
+        """Gives the device these columns in place of those it has; returns bytes sent down and up."""
+        old = record.columns
+        if old is not None and torch.equal(old.columns, columns):
+            return 0, 0
+        shape = record.matrix.rows, record.matrix.cols
+        record.columns = change_owner(self._engine, record.engine_id, shape, record.param.dtype, old, columns)
+        down = 0 if old is None else 4 * old.state.weight.numel()
+        return down, 12 * record.columns.state.weight.numel()
+
+    def adopt(self, record: OffloadedParameter) -> None:
+        """Takes the weight for the master: all of it the first time, later only where the two differ.
+
+        A weight that is the rounded master says nothing new, and the master keeps its low bits. Stripes that are
+        pending stay as they are.
+        """
+        self._transfer.finish(bucket.engine_id for bucket, _ in record.segments)
+        master = self.whole_master(record).view(record.matrix.rows, record.matrix.cols)
+        weight = record.matrix.of(record.param)
+        if not record.mastered:
+            master.copy_(weight)
+        else:
+            for bucket, i in record.segments:
+                segment = bucket.segments[i]
+                pending = self._transfer.pending.get(bucket.engine_id)
+                if pending is None or all(late is not segment for late, _ in pending.segments):
+                    _adopt(master[segment.start : segment.stop], weight[segment.start : segment.stop])
+        if record.columns is not None:
+            self.exchange_again(record)
+        record.mastered = True
+        record.version = record.param._version
+
+    def exchange_again(self, record: OffloadedParameter) -> None:
+        """Takes the device's columns anew from the host's state."""
+        assert record.columns is not None
+        shape = record.matrix.rows, record.matrix.cols
+        columns = record.columns.columns
+        record.columns = change_owner(self._engine, record.engine_id, shape, record.param.dtype, None, columns)
+
+
+def _adopt(master: Tensor, weight: Tensor) -> None:
+    differs = master.to(weight.dtype) != weight
+    master.copy_(torch.where(differs, weight.to(master.dtype), master))
+
+
+def _tensor(array: HostArray) -> Tensor:
+    return torch.from_numpy(np.asarray(array))

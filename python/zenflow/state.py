@@ -1,0 +1,79 @@
+"""State dicts in the format of ``torch.optim.AdamW``, and the ways between them and the live state.
+
+Per parameter index: ``step`` (0-dim float32 tensor), ``exp_avg`` and ``exp_avg_sq`` (full fp32 CPU tensors of the
+parameter's shape) and, where the weight isn't its own master, ``master_weight`` (fp32). Extra keys are ignored by
+``torch.optim.AdamW.load_state_dict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .errors import ArgumentError
+
+__all__ = ["check_entry", "load_through", "step_tensor", "update_count"]
+
+StateDict = dict[str, Any]
+
+_EXACT_IN_FLOAT32 = 1 << 24
+
+
+def step_tensor(k: int) -> Tensor:
+    """An update count as torch.optim keeps it; float64 from 2^24 on, where float32 would stand still."""
+    return torch.tensor(float(k), dtype=torch.float32 if k <= _EXACT_IN_FLOAT32 else torch.float64)
+
+
+def update_count(step: Any, name: str) -> int:
+    """The update count from a tensor, an int or a float."""
+    value = step.item() if isinstance(step, Tensor) else step
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
+        raise ArgumentError(f"step of {name} in the state dict is {step!r}; accepted: a whole number of 0 or more")
+    return int(value)
+
+
+def check_entry(entry: Mapping[str, Any], param: Tensor, name: str) -> None:
+    """Raises :class:`ArgumentError` unless ``entry`` has AdamW's state for ``param``."""
+    update_count(entry.get("step", 0), name)
+    for key in ("exp_avg", "exp_avg_sq", "master_weight"):
+        value = entry.get(key)
+        if value is None and key == "master_weight":
+            continue
+        if not isinstance(value, Tensor) or value.numel() != param.numel():
+            got = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
+            raise ArgumentError(
+                f"{key} of {name} in the state dict is {got}; accepted: a tensor of shape {tuple(param.shape)}"
+            )
+
+
+def load_through(
+    optimizer: Optimizer,
+    load: Callable[[StateDict], None],
+    state_dict: StateDict,
+    check: Callable[[StateDict], None],
+    fill: Callable[[StateDict], None],
+) -> None:
+    """Runs ``load`` (torch's own ``load_state_dict``) without letting it touch the state entries.
+
+    Torch's would cast fp32 moments to a 16-bit parameter's dtype and move them to its device. So the entries are
+    taken out after the user's pre-hooks, checked by ``check`` before anything is changed, and given to ``fill``
+    before the user's post-hooks.
+    """
+    taken: StateDict = {}
+
+    def take(_: Optimizer, given: StateDict) -> StateDict:
+        taken.update(given)
+        check(taken)
+        return {**given, "state": {}}
+
+    before = optimizer.register_load_state_dict_pre_hook(take)
+    after = optimizer.register_load_state_dict_post_hook(lambda _: fill(taken), prepend=True)
+    try:
+        load(state_dict)
+    finally:
+        before.remove()
+        after.remove()

@@ -1,0 +1,234 @@
+//! What the worker works on: the host state of each parameter, cut into buckets of segments.
+//!
+//! A parameter's master weight and moments lie in one piece each, row after row, so that a checkpoint can look at
+//! them where they are. A *segment* is one stripe of one parameter (a run of its rows); a *bucket* is a run of
+//! segments that travel together: one slot of gradients down, one slot of weights up, one ticket on the ring.
+//!
+//! Each segment carries its own three scalars: `k`, how often its moments were updated, and the pending movement
+//! ([`Pending`]). They are advanced here and nowhere else, when the gradient is at hand, so no part of them can
+//! run ahead of the moments, and a segment without a gradient stays as it is.
+
+use std::sync::Arc;
+
+use crate::adam::{Entry, Job, Span};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::hyper::{Hyper, Pending, Scalars};
+use crate::memory::HostBuffer;
+
+/// The fp32 state of one parameter: 12 bytes an element.
+#[derive(Debug)]
+pub struct HostState {
+    /// Master weight.
+    pub master: HostBuffer,
+    /// First moment.
+    pub exp_avg: HostBuffer,
+    /// Second moment.
+    pub exp_avg_sq: HostBuffer,
+    numel: usize,
+}
+
+impl HostState {
+    /// Zero state for `numel` elements.
+    pub fn new(numel: usize) -> Result<Self> {
+        let bytes = numel.checked_mul(4).ok_or_else(|| {
+            Error::invalid("numel", numel, "a number of elements whose bytes can be addressed")
+        })?;
+        Ok(Self {
+            master: HostBuffer::new(bytes, "the fp32 master weight")?,
+            exp_avg: HostBuffer::new(bytes, "exp_avg")?,
+            exp_avg_sq: HostBuffer::new(bytes, "exp_avg_sq")?,
+            numel,
+        })
+    }
+
+    /// Elements.
+    #[must_use]
+    pub fn numel(&self) -> usize {
+        self.numel
+    }
+
+    /// The three arrays, as the kernels take them, from element `start` on.
+    #[allow(clippy::cast_ptr_alignment)] // a mapping starts on a page
+    fn pointers(&self, start: usize) -> [*mut f32; 3] {
+        debug_assert!(start <= self.numel);
+        [&self.master, &self.exp_avg, &self.exp_avg_sq]
+            .map(|buffer| buffer.as_ptr().cast::<f32>().wrapping_add(start))
+    }
+}
+
+/// What a ticket asks of one segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Action {
+    /// No gradient this step: nothing of it changes.
+    Absent = 0,
+    /// The gradient enters the moments.
+    Moments = 1,
+    /// The gradient enters the moments and the weight moves by all that is pending.
+    Close = 2,
+}
+
+impl Action {
+    /// The action with this number.
+    #[must_use]
+    pub fn from_u8(value: u8) -> Option<Self> {
+        match value {
+            0 => Some(Self::Absent),
+            1 => Some(Self::Moments),
+            2 => Some(Self::Close),
+            _ => None,
+        }
+    }
+}
+
+/// The counters of one segment.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Progress {
+    /// Updates of the moments so far.
+    pub k: u64,
+    /// What the weight still has to move.
+    pub pending: Pending,
+}
+
+/// One stripe of one parameter.
+#[derive(Clone, Debug)]
+pub struct Segment {
+    /// State it is a part of.
+    pub state: Arc<HostState>,
+    /// First element within the parameter.
+    pub start: usize,
+    /// Elements.
+    pub len: usize,
+    /// First element within the bucket's slots.
+    pub offset: usize,
+    /// Its counters.
+    pub progress: Progress,
+}
+
+/// A run of segments with one set of hyper-parameters.
+#[derive(Debug, Default)]
+pub struct Bucket {
+    segments: Vec<Segment>,
+    numel: usize,
+}
+
+/// Where a ticket's gradients come from and its new weights go.
+#[derive(Clone, Copy, Debug)]
+pub struct Transfer {
+    /// First byte of the gradients.
+    pub grad: *const u8,
+    /// Their dtype.
+    pub grad_dtype: Dtype,
+    /// First byte of the new weights; null where none are wanted.
+    pub out: *mut u8,
+    /// Their dtype.
+    pub out_dtype: Dtype,
+}
+
+impl Bucket {
+    /// A bucket of `(state, start, len)` segments.
+    pub fn new(parts: Vec<(Arc<HostState>, usize, usize)>) -> Result<Self> {
+        let mut bucket = Self::default();
+        for (state, start, len) in parts {
+            if start.checked_add(len).is_none_or(|stop| stop > state.numel()) {
+                return Err(Error::invalid(
+                    "segments",
+                    format!("{start}..{start}+{len}"),
+                    "ranges inside their parameter",
+                ));
+            }
+            bucket.segments.push(Segment {
+                state,
+                start,
+                len,
+                offset: bucket.numel,
+                progress: Progress::default(),
+            });
+            bucket.numel += len;
+        }
+        Ok(bucket)
+    }
+
+    /// Elements of all segments.
+    #[must_use]
+    pub fn numel(&self) -> usize {
+        self.numel
+    }
+
+    /// Number of segments.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.segments.len()
+    }
+
+    /// True without segments.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.segments.is_empty()
+    }
+
+    /// The counters of every segment.
+    #[must_use]
+    pub fn progress(&self) -> Vec<Progress> {
+        self.segments.iter().map(|segment| segment.progress).collect()
+    }
+
+    /// Sets the counters of every segment, as a checkpoint had them.
+    pub fn set_progress(&mut self, progress: &[Progress]) -> Result<()> {
+        if progress.len() != self.segments.len() {
+            return Err(Error::invalid("progress", progress.len(), "one entry a segment"));
+        }
+        for (segment, &new) in self.segments.iter_mut().zip(progress) {
+            segment.progress = new;
+        }
+        Ok(())
+    }
+
+    /// Advances the counters by one step and returns the kernel jobs that make it so.
+    ///
+    /// The jobs' pointers are valid as long as the bucket lives and `transfer` covers its elements.
+    pub fn advance(
+        &mut self,
+        actions: &[Action],
+        hyper: &Hyper,
+        grad_scale: f64,
+        transfer: &Transfer,
+    ) -> Vec<Job> {
+        let mut jobs = Vec::with_capacity(self.segments.len());
+        for (segment, &action) in self.segments.iter_mut().zip(actions) {
+            if action == Action::Absent {
+                continue;
+            }
+            let progress = &mut segment.progress;
+            progress.k += 1;
+            progress.pending.advance(hyper.lr, hyper.weight_decay);
+            let (entry, scalars) = match action {
+                Action::Close => {
+                    (Entry::Move, Scalars::close(hyper, progress.k, progress.pending, grad_scale))
+                }
+                _ => (Entry::Moments, Scalars::moments(hyper, grad_scale)),
+            };
+            let out = if entry == Entry::Move {
+                progress.pending = Pending::default();
+                transfer.out.wrapping_add(segment.offset * transfer.out_dtype.size())
+            } else {
+                std::ptr::null_mut()
+            };
+            let [master, exp_avg, exp_avg_sq] = segment.state.pointers(segment.start);
+            let grad = transfer.grad.wrapping_add(segment.offset * transfer.grad_dtype.size());
+            let span = Span {
+                master,
+                exp_avg,
+                exp_avg_sq,
+                grad,
+                grad_dtype: transfer.grad_dtype,
+                out,
+                out_dtype: transfer.out_dtype,
+                len: segment.len,
+            };
+            jobs.push(Job { span, scalars, entry });
+        }
+        jobs
+    }
+}
