@@ -1,18 +1,32 @@
-"""The compiled core. Internal: its face may change between versions."""
-
+# The compiled core. Internal: its face may change between versions.
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from torch import Tensor
 
+__all__ = [
+    "AdamTensors",
+    "Engine",
+    "HostArray",
+    "Pool",
+    "__version__",
+    "accumulate",
+    "all_cores",
+    "default_cores",
+    "grad_stats",
+    "isas",
+]
+
 __version__: str
 
-_Hyper = tuple[float, float, float, float, float]
-_Row = tuple[int, int, int | None, bool]
+_Hyper: TypeAlias = tuple[float, float, float, float, float]
+_Row: TypeAlias = tuple[int, int, int | None, bool]
 
 @final
 class Pool:
-    def __new__(cls, cores: Sequence[int] | None = None, *, pin: bool = True, isa: str | None = None) -> Pool: ...
+    def __new__(
+        cls, cores: Sequence[int] | None = None, *, pin: bool = True, isa: str | None = None
+    ) -> Pool: ...
     @property
     def threads(self) -> int: ...
     @property

@@ -83,7 +83,7 @@ def _export_offloaded(
     return entry
 
 
-def check(params: list[Tensor], names: list[str], given: StateDict) -> None:
+def check(named: list[tuple[Tensor, str, int]], given: StateDict) -> None:
     """Raises :class:`ArgumentError` unless ``given`` can be loaded whole."""
     header = given.get(KEY, {})
     version = header.get("version", VERSION)
@@ -92,9 +92,9 @@ def check(params: list[Tensor], names: list[str], given: StateDict) -> None:
             f"the state dict has format version {version}; accepted: {VERSION}. Update torch-zenflow to read it"
         )
     for index, entry in given["state"].items():
-        if not isinstance(index, int) or not 0 <= index < len(params):
+        if not isinstance(index, int) or not 0 <= index < len(named):
             raise ArgumentError(f"the state dict has an entry for {index!r}; accepted: indices of parameters")
-        check_entry(entry, params[index], names[index])
+        check_entry(entry, *named[index][:2])
 
 
 def fill(
@@ -107,8 +107,8 @@ def fill(
 ) -> None:
     """Makes the live state what ``given`` says. Parameters without an entry start anew."""
     transfer.finish()
-    for pending in list(transfer.pending.values()):
-        for segment, _ in pending.segments:
+    for shown in list(transfer.pending.values()):
+        for segment, _ in list(shown.segments):
             transfer.discard(segment.parameter)
     for index, (param, name, group) in enumerate(named):
         if param not in registry:
@@ -118,7 +118,7 @@ def fill(
         if isinstance(record, SmallParameter):
             _fill_small(record, entry, name)
             continue
-        _fill_offloaded(record, entry, name, registry)
+        _fill_offloaded(record, entry, name)
         if entry.get("pending_lr_sum") is not None and entry["pending_lr_sum"].numel() != update_interval:
             # Saved with another interval: its stripes are not ours, so all that is pending moves now.
             _move_pending(record, entry, given["param_groups"][group])
@@ -128,7 +128,11 @@ def fill(
             late = entry.get("late_stripes", torch.zeros(update_interval, dtype=torch.bool)).tolist()
             lr_sum, decay = entry.get("pending_lr_sum"), entry.get("pending_decay")
             none = lr_sum is None or decay is None
-            pending = [(0.0, 0.0)] * update_interval if none else list(zip(lr_sum.tolist(), decay.tolist(), strict=True))
+            pending = (
+                [(0.0, 0.0)] * update_interval
+                if none
+                else list(zip(lr_sum.tolist(), decay.tolist(), strict=True))
+            )
             _set_progress(record, engine, pending)
         _select(record, entry, registry)
         for bucket, i in record.segments:
@@ -138,7 +142,7 @@ def fill(
 
 def _fill_small(record: SmallParameter, entry: StateDict, name: str) -> None:
     record.k = update_count(entry.get("step", 0), name)
-    record.version = record.param._version
+    record.stamp_now()
     state = record.state
     for key, target in (("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq)):
         _copy(target, entry.get(key))
@@ -146,10 +150,10 @@ def _fill_small(record: SmallParameter, entry: StateDict, name: str) -> None:
         _copy(state.master_weight, entry.get("master_weight", record.param.detach()))
 
 
-def _fill_offloaded(record: OffloadedParameter, entry: StateDict, name: str, registry: Registry) -> None:
+def _fill_offloaded(record: OffloadedParameter, entry: StateDict, name: str) -> None:
     record.k = update_count(entry.get("step", 0), name)
     record.mastered = bool(entry)
-    record.version = record.param._version
+    record.stamp_now()
     record.columns = record.importance = record.chosen = None
     _copy(record.exp_avg, entry.get("exp_avg"))
     _copy(record.exp_avg_sq, entry.get("exp_avg_sq"))

@@ -96,7 +96,6 @@ def check_group(group: Mapping[str, Any]) -> Hyper:
     )
 
 
-
 def clip_norm(value: Any) -> float | None:
     """``max_grad_norm`` as a positive float, or None."""
     accepted = "a finite number above 0, or None"

@@ -138,7 +138,7 @@ class CPUAdamW(Optimizer):
         super().add_param_group(group)
 
     @torch.compiler.disable
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient.
 
         Args:
@@ -153,7 +153,9 @@ class CPUAdamW(Optimizer):
                 loss = closure()
         groups = [check_group(group) for group in self.param_groups]
         found = self._gradients()
-        scale = step_scale(self._pool, [grad for _, grad, _ in found], self._max_grad_norm, self._skip_nonfinite)
+        scale = step_scale(
+            self._pool, [grad for _, grad, _ in found], self._max_grad_norm, self._skip_nonfinite
+        )
         if scale.void:
             self.skipped_steps += 1
             if self.skipped_steps == 1:
@@ -173,7 +175,7 @@ class CPUAdamW(Optimizer):
                 grad = check_gradient(param, name)
                 assert grad is not None
                 record = self._records.get(param)
-                if record is not None and record.scratch is None and moved(record.state.weight, param):
+                if record is not None and changed(record.state.weight, param):
                     raise ArgumentError(
                         f"{name} was moved or changed to {tuple(param.shape)}, {param.dtype} after its first step; "
                         "accepted: the same tensor. Build the optimizer after model.to(...)"
@@ -191,6 +193,9 @@ class CPUAdamW(Optimizer):
             record = self._record(param)
             if record.scratch is not None:
                 record.scratch.copy_(param.detach())
+            elif record.state.weight.data_ptr() != param.data_ptr():
+                record.state.weight = param.detach()
+                self._dense.forget()
             target = record.state.weight
             flat = gradient_like(target, grad)
             updates.append(DenseUpdate(record.state, flat, record.k + 1, group_index))
@@ -270,19 +275,21 @@ class CPUAdamW(Optimizer):
                     setattr(record.state, key, self.state[param][key])
 
 
-def moved(registered: Tensor, param: Tensor) -> bool:
-    """True if ``param`` no longer has the memory that was registered."""
+def changed(registered: Tensor, param: Tensor) -> bool:
+    """True if ``param`` is no longer of the kind that was registered; other memory of the same kind is fine."""
     return (
-        registered.data_ptr() != param.data_ptr()
-        or registered.dtype != param.dtype
+        registered.dtype != param.dtype
         or registered.shape != param.shape
+        or registered.device != param.device
     )
 
 
 def checked_params(params: Any) -> Any:
     """``params`` as a list, refused where empty or with duplicates; torch checks the rest."""
     if isinstance(params, Tensor):
-        raise ArgumentError(f"params is a {type(params).__name__}; accepted: an iterable of parameters or groups")
+        raise ArgumentError(
+            f"params is a {type(params).__name__}; accepted: an iterable of parameters or groups"
+        )
     entries = list(params)
     if not entries:
         raise ArgumentError("params is empty; accepted: at least one parameter")
@@ -295,7 +302,7 @@ def checked_params(params: Any) -> Any:
         if isinstance(entry, dict):
             entry["params"] = members
         tensors += [member[1] if isinstance(member, tuple) else member for member in members]
-    places = {}
+    places: dict[int, int] = {}
     for i, param in enumerate(tensors):
         places.setdefault(id(param), i)
     check_distinct(tensors, lambda param: f"parameter {places[id(param)]}")

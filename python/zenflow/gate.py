@@ -8,7 +8,7 @@ dicts true: what is pending lands before a model is saved, and is forgotten wher
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -75,7 +75,8 @@ class Gate(_Hook):
         self.trusted = True
 
     @torch.compiler.disable
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, *_: Any) -> None:
+        """Runs before the module's forward."""
         self.fired = True
         keeper = self._keeper()
         if keeper is not None:
@@ -94,7 +95,7 @@ class _LoadedHook(_Hook):
     """A hook after a module's weights were loaded."""
 
     @torch.compiler.disable
-    def __call__(self, module: nn.Module, _: Any) -> None:
+    def __call__(self, *_: Any) -> None:
         keeper = self._keeper()
         if keeper is not None:
             keeper.weights_loaded()
@@ -137,7 +138,7 @@ class Gates:
         self._handles: list[RemovableHandle] = []
         self._owners: dict[int, list[int]] = {}
         for name, module in _gate_modules(model):
-            self._add(keeper, name, module, list(module.parameters()))
+            self._add(keeper, name, module, module.parameters())
         rest = [param for param in model.parameters() if id(param) not in self._owners]
         self._add(keeper, "", model, rest)
         show, loaded = _ShowHook(keeper), _LoadedHook(keeper)
@@ -145,7 +146,7 @@ class Gates:
             self._handles.append(module.register_state_dict_pre_hook(show))
             self._handles.append(module.register_load_state_dict_post_hook(loaded))
 
-    def _add(self, keeper: GateKeeper, name: str, module: nn.Module, params: list[Tensor]) -> None:
+    def _add(self, keeper: GateKeeper, name: str, module: nn.Module, params: Iterable[Tensor]) -> None:
         gate = Gate(keeper, len(self.gates), name)
         self.gates.append(gate)
         self._handles.append(module.register_forward_pre_hook(gate, prepend=True))

@@ -43,9 +43,13 @@ def check_parameter(param: object, name: str, optimizer: str) -> Tensor:
     if hasattr(param, "device_mesh"):
         raise ArgumentError(f"{name} is sharded (a DTensor); accepted by {optimizer}: whole tensors")
     if param.device.type != "cpu":
-        raise ArgumentError(f"{name} is on device {param.device}; accepted by {optimizer}: parameters on the CPU")
+        raise ArgumentError(
+            f"{name} is on device {param.device}; accepted by {optimizer}: parameters on the CPU"
+        )
     if not param.is_leaf:
-        raise ArgumentError(f"{name} is not a leaf tensor; accepted: leaf tensors (torch can't optimize others)")
+        raise ArgumentError(
+            f"{name} is not a leaf tensor; accepted: leaf tensors (torch can't optimize others)"
+        )
     return param
 
 

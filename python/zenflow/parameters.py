@@ -10,7 +10,12 @@ from torch import Tensor
 from .matrix import ParameterMatrix
 from .ownership import DeviceColumns
 
-__all__ = ["Bucket", "OffloadedParameter", "Segment"]
+__all__ = ["Bucket", "OffloadedParameter", "Segment", "stamp_of"]
+
+
+def stamp_of(param: Tensor) -> tuple[int, int]:
+    """What changes when a parameter is written in place or gets other memory."""
+    return param._version, param.data_ptr()
 
 
 @dataclass(eq=False)
@@ -34,8 +39,8 @@ class Segment:
 class OffloadedParameter:
     """A parameter whose master weight and moments the engine owns.
 
-    ``k`` counts the updates submitted; the engine counts those done. ``version`` is the parameter's version counter
-    after our own last write, so that a foreign write is seen.
+    ``k`` counts the updates submitted; the engine counts those done. ``stamp`` is the parameter's version counter and
+    address after our own last write, so that a foreign write is seen.
     """
 
     param: Tensor
@@ -56,9 +61,18 @@ class OffloadedParameter:
     chosen: Tensor | None = None
     #: False until the master weight was taken from the weight or from a state dict.
     mastered: bool = False
-    version: int = -1
+    stamp: tuple[int, int] = (-1, 0)
     #: Numbers of the gates that may land it; empty where it lands in ``step()``.
     gates: tuple[int, ...] = ()
+
+    @property
+    def overwritten(self) -> bool:
+        """True if someone else wrote into the parameter since our last write."""
+        return self.stamp != stamp_of(self.param)
+
+    def stamp_now(self) -> None:
+        """Takes the weight as it stands for our own writing."""
+        self.stamp = stamp_of(self.param)
 
     @property
     def pieces(self) -> list[Segment]:

@@ -11,13 +11,12 @@ from torch import Tensor
 from ._core import Engine, HostArray
 from .buckets import plan_buckets
 from .config import Config
-from .cpu_adamw import moved
 from .dense_adamw import DenseState
 from .errors import ArgumentError
 from .gate import Gates
 from .matrix import ParameterMatrix, is_dense
 from .ownership import change_owner
-from .parameters import Bucket, OffloadedParameter, Segment
+from .parameters import Bucket, OffloadedParameter, Segment, stamp_of
 from .transfer import Transfer
 
 __all__ = ["Registry", "SmallParameter"]
@@ -26,7 +25,7 @@ __all__ = ["Registry", "SmallParameter"]
 class SmallParameter:
     """A parameter that is updated whole at every step, on the device side."""
 
-    __slots__ = ("group", "k", "name", "param", "scratch", "state", "version")
+    __slots__ = ("group", "k", "name", "param", "scratch", "stamp", "state")
 
     def __init__(self, param: Tensor, name: str, group: int) -> None:
         self.param = param
@@ -36,14 +35,24 @@ class SmallParameter:
         self.scratch = None if is_dense(param) else param.detach().contiguous()
         self.state = DenseState.new(param if self.scratch is None else self.scratch)
         self.k = 0
-        self.version = param._version
+        self.stamp_now()
 
-    def adopt(self) -> None:
-        """Takes the weight for the master where someone else wrote it."""
+    def stamp_now(self) -> None:
+        """Takes the weight as it stands for our own writing."""
+        self.stamp = stamp_of(self.param)
+
+    def adopt(self) -> bool:
+        """Takes the weight for the master where someone else wrote it; True if it has other memory now."""
         if self.scratch is not None:
             self.scratch.copy_(self.param.detach())
-        if self.param._version != self.version and self.state.master_weight is not None:
+        if self.stamp == stamp_of(self.param):
+            return False
+        if self.state.master_weight is not None:
             _adopt(self.state.master_weight, self.param.detach())
+        if self.scratch is not None or self.state.weight.data_ptr() == self.param.data_ptr():
+            return False
+        self.state.weight = self.param.detach()
+        return True
 
     def written(self) -> None:
         """Brings the kernel's writes to the parameter and to autograd's notice."""
@@ -51,7 +60,7 @@ class SmallParameter:
             self.param.detach().copy_(self.scratch)
         else:
             torch.autograd.graph.increment_version(self.param)
-        self.version = self.param._version
+        self.stamp_now()
 
 
 class Registry:
@@ -151,11 +160,13 @@ class Registry:
         record = self._records.get(param)
         if record is None:
             return
-        if isinstance(record, SmallParameter):
-            changed = record.scratch is None and moved(record.state.weight, param)
-        else:
-            bucket = record.segments[0][0]
-            changed = record.param.dtype != bucket.dtype or param.numel() != record.master_weight.numel()
+        registered = record.state.weight if isinstance(record, SmallParameter) else record.segments[0][0]
+        numel = (
+            record.state.weight.numel()
+            if isinstance(record, SmallParameter)
+            else record.master_weight.numel()
+        )
+        changed = registered.dtype != param.dtype or numel != param.numel() or param.device.type != "cpu"
         if changed:
             raise ArgumentError(
                 f"{name} was moved or changed to {tuple(param.shape)}, {param.dtype} after the optimizer was built; "
@@ -199,14 +210,16 @@ class Registry:
         if record.columns is not None:
             self.exchange_again(record)
         record.mastered = True
-        record.version = record.param._version
+        record.stamp_now()
 
     def exchange_again(self, record: OffloadedParameter) -> None:
         """Takes the device's columns anew from the host's state."""
         assert record.columns is not None
         shape = record.matrix.rows, record.matrix.cols
         columns = record.columns.columns
-        record.columns = change_owner(self._engine, record.engine_id, shape, record.param.dtype, None, columns)
+        record.columns = change_owner(
+            self._engine, record.engine_id, shape, record.param.dtype, None, columns
+        )
 
 
 def _adopt(master: Tensor, weight: Tensor) -> None:

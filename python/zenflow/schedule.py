@@ -6,6 +6,8 @@ used now and then keeps its own rhythm. With gradients at every step ``k`` is th
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 __all__ = ["closes", "selects", "steps_to_close", "stripe_bounds", "warming_up"]
 
 
@@ -16,7 +18,7 @@ def stripe_bounds(rows: int, update_interval: int) -> list[tuple[int, int]]:
     [(0, 2), (2, 5), (5, 7), (7, 10)]
     """
     cuts = [(2 * j * rows + update_interval) // (2 * update_interval) for j in range(update_interval + 1)]
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(pairwise(cuts))
 
 
 def warming_up(k: int, full_warm_up_rounds: int) -> bool:

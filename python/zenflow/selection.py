@@ -25,7 +25,8 @@ def selected_count(columns: int, topk_ratio: float) -> int:
 
 def column_energy(grad: Tensor, scale: float) -> Tensor:
     """Squared l2 norm of each column of ``scale * grad`` (``[rows, cols]``, any float dtype): fp32 ``[cols]``."""
-    return torch.linalg.vector_norm(grad, dim=0, dtype=torch.float32).square_().mul_(scale * scale)
+    norm: Tensor = torch.linalg.vector_norm(grad, dim=0, dtype=torch.float32)
+    return norm.square_().mul_(scale * scale)
 
 
 def update_importance(importance: Tensor | None, energy: Tensor) -> Tensor:

@@ -32,7 +32,9 @@ def update_count(step: Any, name: str) -> int:
     """The update count from a tensor, an int or a float."""
     value = step.item() if isinstance(step, Tensor) else step
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
-        raise ArgumentError(f"step of {name} in the state dict is {step!r}; accepted: a whole number of 0 or more")
+        raise ArgumentError(
+            f"step of {name} in the state dict is {step!r}; accepted: a whole number of 0 or more"
+        )
     return int(value)
 
 

@@ -83,7 +83,9 @@ class Transfer:
         scale: float,
     ) -> None:
         """Sends one bucket's gradients (``[rows, cols]`` a parameter) down and its ticket to the worker."""
-        active = [(segment, action) for segment, action in zip(bucket.segments, actions, strict=True) if action]
+        active = [
+            (segment, action) for segment, action in zip(bucket.segments, actions, strict=True) if action
+        ]
         dtypes = {gradients[segment.parameter].dtype for segment, _ in active}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         nbytes = bucket.numel * dtype.itemsize
@@ -101,7 +103,9 @@ class Transfer:
             source = gradients[segment.parameter][segment.start : segment.stop]
             accelerator.copy(stream, target.view(source.shape), source)
             self.bytes_down += segment.numel * dtype.itemsize
-        accelerator.ring(stream, lambda s, void: self._engine.ring(slot.engine_id, s, void=void), scale, False)
+        accelerator.ring(
+            stream, lambda s, void: self._engine.ring(slot.engine_id, s, void=void), scale, False
+        )
         names = _NAMES[dtype], _NAMES[bucket.dtype]
         number = None if upload is None else upload.engine_id
         while not self._engine.submit(bucket.engine_id, slot.engine_id, number, actions, *names, hyper):
@@ -199,7 +203,7 @@ class Transfer:
         staged = pending.upload.memory[:size].view(pending.bucket.dtype)
         for segment, columns in pending.segments:
             parameter = segment.parameter
-            if parameter.param._version != parameter.version:
+            if parameter.overwritten:
                 # Someone wrote into the weight meanwhile; the next step takes it for the master.
                 _warn_overwritten(parameter.name)
                 continue
@@ -209,7 +213,7 @@ class Transfer:
                 kept = parameter.matrix.of(parameter.param)[segment.start : segment.stop]
                 values.index_copy_(1, columns, kept.index_select(1, columns))
             parameter.matrix.write_rows(segment.start, segment.stop, values)
-            parameter.version = parameter.param._version
+            parameter.stamp_now()
             self.bytes_up += segment.numel * pending.bucket.dtype.itemsize
         self._up.release(pending.upload)
 

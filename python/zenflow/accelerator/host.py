@@ -12,7 +12,8 @@ import time
 import torch
 from torch import Tensor
 
-from ..errors import HostMemoryError
+from zenflow.errors import HostMemoryError
+
 from .base import Accelerator, Event, Ring, Stream
 
 __all__ = ["HostAccelerator"]

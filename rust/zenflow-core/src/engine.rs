@@ -482,7 +482,6 @@ impl Engine {
     /// Completions stay in their ring for [`Engine::poll`].
     pub fn drain(&self, timeout: Duration) -> Result<bool> {
         self.check()?;
-        // The lock is held throughout: the signal has room for one sleeper.
         let front = locked(&self.front);
         let submitted = front.submitted;
         let deadline = Instant::now() + timeout;

@@ -103,7 +103,6 @@ impl AdamTensors {
     /// One step of the tensors `indices` with their gradients, in one parallel region.
     ///
     /// `steps[i]` counts this update of tensor `indices[i]`, from 1; `groups[group_of[i]]` has its hyper-parameters.
-    #[allow(clippy::too_many_arguments)] // one call a step, in place of one a tensor
     fn step(
         &self,
         py: Python<'_>,

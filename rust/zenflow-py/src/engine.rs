@@ -160,7 +160,6 @@ impl Engine {
     /// Puts a bucket's work for one step on the ring; False if too many tickets are under way.
     ///
     /// `actions` has a byte a segment: 0 no gradient, 1 moments only, 2 close.
-    #[allow(clippy::too_many_arguments)] // the fields of one ticket
     fn submit(
         &self,
         py: Python<'_>,
@@ -244,8 +243,8 @@ impl Engine {
                 // SAFETY: the state is idle and of height x cols, columns are below cols, and the tensor has
                 // height x columns fp32 elements and is kept alive by `pairs`.
                 unsafe {
-                    migrate::gather(source.as_ptr().cast(), height, cols, &columns, tensor.address().cast())
-                };
+                    migrate::gather(source.as_ptr().cast(), height, cols, &columns, tensor.address().cast());
+                }
             }
         });
         Ok(())
@@ -273,8 +272,8 @@ impl Engine {
                     cols,
                     &columns,
                     state.master.as_ptr().cast(),
-                )
-            };
+                );
+            }
         });
         Ok(())
     }

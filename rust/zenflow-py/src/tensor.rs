@@ -141,7 +141,8 @@ impl HostTensor {
         Ok((self.address, self.numel))
     }
 
-    /// Checks for int64 elements, contiguous by construction of their callers, and copies them out.
+    /// Checks for int64 elements, aligned as torch aligns them, contiguous by construction of their callers, and copies them out.
+    #[allow(clippy::cast_ptr_alignment)] // a tensor's data are aligned to its dtype
     pub fn indices(&self, name: &str) -> PyResult<Vec<u32>> {
         if self.dtype != Kind::Int64 {
             return Err(invalid(name, "not int64", "an int64 tensor"));

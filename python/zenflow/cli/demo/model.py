@@ -73,7 +73,7 @@ class ByteGPT(nn.Module):
             targets: the byte that follows each, the same shape and dtype.
 
         """
-        x = self.token(inputs) + self.position.weight[: inputs.shape[1]]
+        x = self.token(inputs) + self.position(torch.arange(inputs.shape[1], device=inputs.device))
         for block in self.blocks:
             x = block(x)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
