@@ -62,6 +62,7 @@ class Engine:
         cls,
         cores: Sequence[int] | None = None,
         *,
+        threads: int | None = None,
         pin: bool = True,
         chunk: int = 262144,
         capacity: int = 4096,

@@ -36,16 +36,16 @@ def export(
 ) -> dict[Tensor, StateDict]:
     """The state entries of every parameter that was updated at least once. The worker must be idle."""
     entries: dict[Tensor, StateDict] = {}
-    for small in registry.small:
-        if small.k:
-            state = small.state
-            entry = {"step": step_tensor(small.k), "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+    for record in registry:
+        if isinstance(record, OffloadedParameter):
+            if record.mastered:
+                entries[record.param] = _export_offloaded(record, registry, transfer, engine, update_interval)
+        elif record.k:
+            state = record.state
+            entry = {"step": step_tensor(record.k), "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
             if state.master_weight is not None:
                 entry["master_weight"] = state.master_weight
-            entries[small.param] = entry
-    for record in registry.offloaded:
-        if record.mastered:
-            entries[record.param] = _export_offloaded(record, registry, transfer, engine, update_interval)
+            entries[record.param] = entry
     return entries
 
 

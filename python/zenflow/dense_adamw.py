@@ -40,6 +40,15 @@ class DenseState:
             exp_avg_sq=torch.zeros_like(weight, dtype=torch.float32),
         )
 
+    def rebind(self, weight: Tensor) -> None:
+        """Goes on with other memory for the weight; where its order is another, the states follow."""
+        weight = weight.detach()
+        if weight.stride() != self.weight.stride():
+            self.exp_avg, self.exp_avg_sq = _like(weight, self.exp_avg), _like(weight, self.exp_avg_sq)
+            if self.master_weight is not None:
+                self.master_weight = _like(weight, self.master_weight)
+        self.weight = weight
+
     @property
     def master(self) -> Tensor:
         """The fp32 master, be it the weight itself."""
@@ -50,6 +59,10 @@ class DenseState:
         """Bytes of the states, the weight itself not counted."""
         count = 2 if self.master_weight is None else 3
         return 4 * count * self.weight.numel()
+
+
+def _like(weight: Tensor, state: Tensor) -> Tensor:
+    return torch.empty_like(weight, dtype=state.dtype).copy_(state)
 
 
 @dataclass(frozen=True)

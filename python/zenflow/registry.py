@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,56 +11,26 @@ from torch import Tensor
 from ._core import Engine, HostArray
 from .buckets import plan_buckets
 from .config import Config
-from .dense_adamw import DenseState
+from .dense_parameter import DenseParameter, adopt_weight
 from .errors import ArgumentError
 from .gate import Gates
-from .matrix import ParameterMatrix, is_dense
+from .matrix import ParameterMatrix
 from .ownership import change_owner
-from .parameters import Bucket, OffloadedParameter, Segment, stamp_of
+from .parameters import Bucket, OffloadedParameter, Segment
 from .transfer import Transfer
 
 __all__ = ["Registry", "SmallParameter"]
 
 
-class SmallParameter:
+class SmallParameter(DenseParameter):
     """A parameter that is updated whole at every step, on the device side."""
 
-    __slots__ = ("group", "k", "name", "param", "scratch", "stamp", "state")
+    __slots__ = ("group", "name")
 
     def __init__(self, param: Tensor, name: str, group: int) -> None:
-        self.param = param
+        super().__init__(param)
         self.name = name
         self.group = group
-        # A weight with gaps in its memory is updated in a gapless copy.
-        self.scratch = None if is_dense(param) else param.detach().contiguous()
-        self.state = DenseState.new(param if self.scratch is None else self.scratch)
-        self.k = 0
-        self.stamp_now()
-
-    def stamp_now(self) -> None:
-        """Takes the weight as it stands for our own writing."""
-        self.stamp = stamp_of(self.param)
-
-    def adopt(self) -> bool:
-        """Takes the weight for the master where someone else wrote it; True if it has other memory now."""
-        if self.scratch is not None:
-            self.scratch.copy_(self.param.detach())
-        if self.stamp == stamp_of(self.param):
-            return False
-        if self.state.master_weight is not None:
-            _adopt(self.state.master_weight, self.param.detach())
-        if self.scratch is not None or self.state.weight.data_ptr() == self.param.data_ptr():
-            return False
-        self.state.weight = self.param.detach()
-        return True
-
-    def written(self) -> None:
-        """Brings the kernel's writes to the parameter and to autograd's notice."""
-        if self.scratch is not None:
-            self.param.detach().copy_(self.scratch)
-        else:
-            torch.autograd.graph.increment_version(self.param)
-        self.stamp_now()
 
 
 class Registry:
@@ -78,6 +48,9 @@ class Registry:
 
     def __contains__(self, param: Tensor) -> bool:
         return param in self._records
+
+    def __iter__(self) -> Iterator[OffloadedParameter | SmallParameter]:
+        return iter(self._records.values())
 
     def __getitem__(self, param: Tensor) -> OffloadedParameter | SmallParameter:
         return self._records[param]
@@ -206,7 +179,7 @@ class Registry:
                 segment = bucket.segments[i]
                 pending = self._transfer.pending.get(bucket.engine_id)
                 if pending is None or all(late is not segment for late, _ in pending.segments):
-                    _adopt(master[segment.start : segment.stop], weight[segment.start : segment.stop])
+                    adopt_weight(master[segment.start : segment.stop], weight[segment.start : segment.stop])
         if record.columns is not None:
             self.exchange_again(record)
         record.mastered = True
@@ -220,11 +193,6 @@ class Registry:
         record.columns = change_owner(
             self._engine, record.engine_id, shape, record.param.dtype, None, columns
         )
-
-
-def _adopt(master: Tensor, weight: Tensor) -> None:
-    differs = master.to(weight.dtype) != weight
-    master.copy_(torch.where(differs, weight.to(master.dtype), master))
 
 
 def _tensor(array: HostArray) -> Tensor:

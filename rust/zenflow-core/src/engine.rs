@@ -11,19 +11,19 @@
 //! none of the threads and gets an error.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 use std::time::{Duration, Instant};
 
 use crate::bucket::{Action, Bucket, HostState, Progress};
 use crate::doorbell::Doorbell;
-use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::hyper::Hyper;
 use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::process::Birth;
 use crate::ring::{ring, Consumer, Producer};
+use crate::shared::{locked, Entry, Shared, Slot, Upload};
 use crate::sync::Signal;
+use crate::ticket::{Completion, Ticket};
 use crate::worker::Worker;
 
 /// Bytes at the head of a gradient slot that hold its doorbell.
@@ -34,6 +34,8 @@ pub const SLOT_HEADER: usize = 64;
 pub struct EngineConfig {
     /// Logical CPUs of the worker's pool; empty: every core the process may use but one.
     pub cores: Vec<usize>,
+    /// So many threads in place of `cores`, unpinned.
+    pub threads: Option<usize>,
     /// Whether the pool's threads are pinned to them.
     pub pin: bool,
     /// Elements a thread takes at a time; the worker looks for urgent work between rounds of them.
@@ -50,136 +52,13 @@ impl Default for EngineConfig {
     fn default() -> Self {
         Self {
             cores: Vec::new(),
+            threads: None,
             pin: true,
             chunk: 256 * 1024,
             capacity: 4096,
             delay: Duration::ZERO,
             isa: Isa::detect(),
         }
-    }
-}
-
-/// One bucket's work for one step.
-#[derive(Clone, Copy, Debug)]
-pub struct Ticket {
-    /// Bucket it is for.
-    pub bucket: u32,
-    /// Gradient slot.
-    pub slot: u32,
-    /// Weight slot, where anything closes.
-    pub upload: Option<u32>,
-    /// Dtype of the gradients in the slot.
-    pub grad_dtype: Dtype,
-    /// Dtype of the new weights.
-    pub out_dtype: Dtype,
-    /// Hyper-parameters as they were at submission.
-    pub hyper: Hyper,
-    /// Position among the tickets of its bucket, from 1; set by [`Engine::submit`].
-    pub sequence: u64,
-}
-
-/// A finished ticket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Completion {
-    /// Its bucket.
-    pub bucket: u32,
-    /// Its gradient slot, free again.
-    pub slot: u32,
-    /// Its weight slot, now holding the new weights.
-    pub upload: Option<u32>,
-    /// The step was void: nothing was changed.
-    pub void: bool,
-}
-
-/// A gradient slot: staging memory with a doorbell in front.
-pub(crate) struct Slot {
-    pub(crate) payload: *const u8,
-    pub(crate) bytes: usize,
-    pub(crate) doorbell: Doorbell,
-    /// What the ticket under way asks of each segment.
-    pub(crate) actions: Mutex<Vec<Action>>,
-}
-
-// SAFETY: the payload is written by the transfer before its doorbell rings and read by the worker after it, and
-// reused only after the completion; the registrar keeps the memory alive as long as the engine.
-unsafe impl Send for Slot {}
-// SAFETY: as above: the doorbell and the rings order every access.
-unsafe impl Sync for Slot {}
-
-/// A weight slot.
-#[derive(Clone, Copy)]
-pub(crate) struct Upload {
-    pub(crate) address: *mut u8,
-    pub(crate) bytes: usize,
-}
-
-// SAFETY: written by the worker before the completion, read by the landing after it, never at the same time.
-unsafe impl Send for Upload {}
-// SAFETY: as above.
-unsafe impl Sync for Upload {}
-
-/// A bucket with the count of its tickets.
-pub(crate) struct Entry {
-    pub(crate) bucket: Mutex<Bucket>,
-    pub(crate) submitted: AtomicU64,
-    pub(crate) done: AtomicU64,
-}
-
-impl Entry {
-    fn is_idle(&self) -> bool {
-        self.submitted.load(Ordering::Acquire) == self.done.load(Ordering::Acquire)
-    }
-}
-
-#[derive(Default)]
-pub(crate) struct Registry {
-    pub(crate) states: Vec<Arc<HostState>>,
-    /// The buckets that work on each state.
-    pub(crate) buckets_of: Vec<Vec<u32>>,
-    pub(crate) buckets: Vec<Arc<Entry>>,
-    pub(crate) slots: Vec<Arc<Slot>>,
-    pub(crate) uploads: Vec<Upload>,
-}
-
-/// What the engine's two sides share.
-pub(crate) struct Shared {
-    pub(crate) config: EngineConfig,
-    pub(crate) pool: Pool,
-    pub(crate) registry: RwLock<Registry>,
-    pub(crate) wake_worker: Signal,
-    pub(crate) wake_caller: Signal,
-    pub(crate) stop: AtomicBool,
-    pub(crate) poisoned: AtomicBool,
-    pub(crate) cause: Mutex<String>,
-    pub(crate) finished: AtomicU64,
-    pub(crate) busy_nanoseconds: AtomicU64,
-    pub(crate) elements: AtomicU64,
-}
-
-/// A lock that a panic elsewhere doesn't take away: the engine has its own poisoning.
-pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl Shared {
-    pub(crate) fn poison(&self, cause: &str) {
-        {
-            let mut text = locked(&self.cause);
-            if text.is_empty() {
-                cause.clone_into(&mut text);
-            }
-        }
-        self.poisoned.store(true, Ordering::Release);
-        self.wake_caller.notify();
-        self.wake_worker.notify();
-    }
-
-    pub(crate) fn registry(&self) -> std::sync::RwLockReadGuard<'_, Registry> {
-        self.registry.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn registry_mut(&self) -> std::sync::RwLockWriteGuard<'_, Registry> {
-        self.registry.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -225,10 +104,10 @@ impl Engine {
         if config.capacity == 0 {
             return Err(Error::invalid("capacity", config.capacity, "at least 1 ticket"));
         }
-        let pool = if config.cores.is_empty() {
-            Pool::new(&crate::topology::default_cores(), config.pin)?
-        } else {
-            Pool::new(&config.cores, config.pin)?
+        let pool = match config.threads {
+            Some(threads) => Pool::with_threads(threads)?,
+            None if config.cores.is_empty() => Pool::new(&crate::topology::default_cores(), config.pin)?,
+            None => Pool::new(&config.cores, config.pin)?,
         };
         let (urgent, urgent_end) = ring(config.capacity);
         let (background, background_end) = ring(config.capacity);

@@ -19,8 +19,10 @@ pub mod pool;
 pub mod process;
 pub mod ring;
 pub mod sync;
+pub mod ticket;
 pub mod topology;
 
+mod shared;
 mod simd;
 mod worker;
 

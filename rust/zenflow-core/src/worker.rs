@@ -15,8 +15,9 @@ use std::time::{Duration, Instant};
 use crate::adam::{self, Job};
 use crate::bucket::Transfer;
 use crate::doorbell::Ring;
-use crate::engine::{locked, Completion, Shared, Slot, Ticket};
 use crate::ring::{Consumer, Producer};
+use crate::shared::{locked, Shared, Slot};
+use crate::ticket::{Completion, Ticket};
 
 /// Longest sleep between two looks at a silent doorbell.
 const NAP: Duration = Duration::from_micros(100);

@@ -8,9 +8,10 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use zenflow_core::bucket::{Action, HostState, Progress};
 use zenflow_core::dtype::Dtype;
-use zenflow_core::engine::{Completion, Engine as Core, EngineConfig, Ticket};
+use zenflow_core::engine::{Engine as Core, EngineConfig};
 use zenflow_core::hyper::Pending;
 use zenflow_core::migrate;
+use zenflow_core::ticket::{Completion, Ticket};
 
 use crate::adam::{hyper_from, HyperTuple};
 use crate::error::{invalid, to_python};
@@ -88,10 +89,11 @@ impl Engine {
 #[pymethods]
 impl Engine {
     #[new]
-    #[pyo3(signature = (cores=None, *, pin=true, chunk=262_144, capacity=4096, delay=0.0, isa=None))]
+    #[pyo3(signature = (cores=None, *, threads=None, pin=true, chunk=262_144, capacity=4096, delay=0.0, isa=None))]
     fn new(
         py: Python<'_>,
         cores: Option<Vec<usize>>,
+        threads: Option<usize>,
         pin: bool,
         chunk: usize,
         capacity: usize,
@@ -100,6 +102,7 @@ impl Engine {
     ) -> PyResult<Self> {
         let config = EngineConfig {
             cores: cores.unwrap_or_default(),
+            threads,
             pin,
             chunk,
             capacity,

@@ -24,11 +24,22 @@ pub struct Pool {
 #[pymethods]
 impl Pool {
     #[new]
-    #[pyo3(signature = (cores=None, *, pin=true, isa=None))]
-    fn new(py: Python<'_>, cores: Option<Vec<usize>>, pin: bool, isa: Option<&str>) -> PyResult<Self> {
+    #[pyo3(signature = (cores=None, *, threads=None, pin=true, isa=None))]
+    fn new(
+        py: Python<'_>,
+        cores: Option<Vec<usize>>,
+        threads: Option<usize>,
+        pin: bool,
+        isa: Option<&str>,
+    ) -> PyResult<Self> {
         let isa = isa_from(isa)?;
         let cores = cores.unwrap_or_else(topology::all_cores);
-        let inner = py.detach(|| pool::Pool::new(&cores, pin)).map_err(|error| to_python(&error))?;
+        let inner = py
+            .detach(|| match threads {
+                Some(threads) => pool::Pool::with_threads(threads),
+                None => pool::Pool::new(&cores, pin),
+            })
+            .map_err(|error| to_python(&error))?;
         Ok(Self { inner, isa })
     }
 
