@@ -451,3 +451,38 @@ impl Drop for Engine {
 fn unknown(what: &'static str, index: u32) -> Error {
     Error::invalid(what, index, "an index that the engine has given out")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::Dtype;
+
+    #[test]
+    fn a_panic_in_the_worker_poisons_the_engine_and_wakes_the_waiter() {
+        let engine = Engine::new(EngineConfig { threads: Some(1), ..EngineConfig::default() }).unwrap();
+        let parameter = engine.add_parameter(10).unwrap();
+        let bucket = engine.add_bucket(&[(parameter, 0, 10)]).unwrap();
+        let mut memory = vec![0_u64; 64];
+        let offset = memory.as_ptr().align_offset(64);
+        // SAFETY: 64-byte aligned and large enough; the vector outlives the engine's use of it, which ends below.
+        let slot = unsafe { engine.add_slot(memory.as_mut_ptr().add(offset).cast(), 256) }.unwrap();
+        let ticket = Ticket {
+            bucket,
+            slot,
+            upload: None,
+            grad_dtype: Dtype::F32,
+            out_dtype: Dtype::F32,
+            hyper: crate::hyper::Hyper { lr: 0.1, beta1: 0.9, beta2: 0.9, eps: 1e-8, weight_decay: 0.0 },
+            sequence: 0,
+        };
+        // The doorbell stays silent, so the worker keeps looking at a slot; without it, it has to panic.
+        assert!(engine.submit(ticket, &[Action::Moments]).unwrap());
+        engine.shared.registry_mut().slots.clear();
+        match engine.wait(Duration::from_secs(30)) {
+            Err(Error::Poisoned { cause }) => assert!(cause.contains("index out of bounds"), "{cause}"),
+            other => panic!("{other:?}"),
+        }
+        assert!(matches!(engine.check(), Err(Error::Poisoned { .. })));
+        engine.close().unwrap();
+    }
+}
