@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
     DTYPES,
     HAS_GRAD_DTYPE,
     Adam64,
+    as64,
     assert_same_bits,
     assert_same_state,
     assert_unchanged,
@@ -65,7 +68,7 @@ def test_fp32_stays_near_float64_and_nearer_than_torch() -> None:
     dtype=st.sampled_from(DTYPES),
     shape=st.lists(st.integers(1, 9), max_size=3),
     lr=st.floats(1e-6, 1e-1),
-    betas=st.tuples(st.sampled_from([0.0, 0.5, 0.9, 0.99]), st.sampled_from([0.0, 0.9, 0.999, 0.99999])),
+    betas=st.tuples(st.sampled_from([0.0, 0.5, 0.9, 0.99]), st.sampled_from([0.5, 0.9, 0.999, 0.99999])),
     eps=st.sampled_from([1e-12, 1e-8, 1e-3]),
     weight_decay=st.sampled_from([0.0, 0.01, 1.0]),
     decoupled=st.booleans(),
@@ -87,14 +90,16 @@ def test_any_setting_follows_the_equations(
         oracle.step(param.grad, lr=lr, **rest)
     state = optimizer.state[param]
     master = state.get("master_weight", param)
-    moved = lr * steps + abs(oracle.weight - oracle.start).max()
-    tolerance = 1e-6 * (abs(oracle.weight).max() + abs(oracle.start).max() + moved)
-    # L2 decay feeds the weight back: a gradient that cancels against it has a direction of its own rounding.
-    loose = 1.0 if decoupled else 1e3
-    assert abs(master.detach().double().numpy() - oracle.weight).max() <= loose * tolerance
-    scale = 1e-6 * loose
-    assert abs(state["exp_avg"].double().numpy() - oracle.exp_avg).max() <= scale * 0.05 * (1 + abs(oracle.weight).max())
-    assert state["exp_avg_sq"].double().numpy() == pytest.approx(oracle.exp_avg_sq, rel=2e-6 * loose, abs=1e-12 * loose)
+    # L2 decay feeds the weight's rounding back into the gradient, where it may stand against a small difference.
+    loose = 1.0 if decoupled else 30.0
+    size = np.linalg.norm(oracle.weight) + np.linalg.norm(oracle.start)
+    moved = np.linalg.norm(oracle.weight - oracle.start) + lr * np.sqrt(oracle.weight.size)
+    wrong = np.linalg.norm(as64(master) - oracle.weight)
+    assert wrong <= loose * (1e-6 * moved + 6e-8 * np.sqrt(steps) * size)
+    for key in ("exp_avg", "exp_avg_sq"):
+        moment = getattr(oracle, key)
+        highest = 0.05 if key == "exp_avg" else 0.0025
+        assert abs(as64(state[key]) - moment).max() <= loose * 2**-22 * (highest + abs(moment).max()), key
     assert_same_bits(param, master.detach().to(dtype), "weight")
 
 
@@ -219,7 +224,7 @@ def test_without_skip_nonfinite_a_nan_goes_through_as_in_torch() -> None:
 
 def dense_step(pool: _core.Pool, dtype: torch.dtype, decoupled: bool) -> list[Tensor]:
     """Three steps of the kernel over many pieces of work; all that it wrote."""
-    weights = [param.detach() for param in parameters([(1,), (700_001,), (63,), (4097,), (300, 300)], dtype)]
+    weights = [param.detach() for param in parameters([(1,), (530_001,), (63,), (4097,), (300, 300)], dtype)]
     masters = [None if dtype == torch.float32 else weight.float() for weight in weights]
     first = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     second = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
@@ -231,15 +236,13 @@ def dense_step(pool: _core.Pool, dtype: torch.dtype, decoupled: bool) -> list[Te
     return [*weights, *(master for master in masters if master is not None), *first, *second]
 
 
-def pools() -> list[tuple[str, Callable[[], _core.Pool]]]:
-    """Every instruction set, and as many threads as this machine lets a pool have."""
-    cores = _core.all_cores()
-    made: list[tuple[str, Callable[[], _core.Pool]]] = [
-        (f"isa {isa}", lambda isa=isa: _core.Pool(cores, isa=isa)) for isa in _core.isas()
-    ]
-    for threads in (1, 2, 3, 7):
-        if threads <= len(cores):
-            made.append((f"{threads} threads", lambda n=threads: _core.Pool(cores[:n], pin=False)))
+def pools() -> dict[str, Callable[[], _core.Pool]]:
+    """Every instruction set on all cores, and 1, 2 and 7 threads wherever the system puts them."""
+    made: dict[str, Callable[[], _core.Pool]] = {
+        isa: functools.partial(_core.Pool, _core.all_cores(), isa=isa) for isa in _core.isas()
+    }
+    for threads in (1, 2, 7):
+        made[f"{threads} threads"] = functools.partial(_core.Pool, threads=threads)
     return made
 
 
@@ -248,7 +251,7 @@ def pools() -> list[tuple[str, Callable[[], _core.Pool]]]:
 def test_same_bits_on_every_isa_and_thread_count(dtype: torch.dtype, decoupled: bool) -> None:
     """Neither the instruction set nor the number of threads shows in the result."""
     expected = dense_step(_core.Pool([_core.all_cores()[0]], isa="portable"), dtype, decoupled)
-    for name, make in pools():
+    for name, make in pools().items():
         for got, want in zip(dense_step(make(), dtype, decoupled), expected, strict=True):
             assert_same_bits(got, want, name)
 
@@ -323,7 +326,7 @@ def test_shapes_and_layouts(layout: str, dtype: torch.dtype, grad_layout: str) -
         if grad_layout == "expanded":
             grad = grad.mean().to(dtype).expand(param.shape)
         plain.grad = grad.contiguous()
-        if grad_layout == "transposed":
+        if grad_layout == "transposed" and grad.ndim:
             grad = grad.permute(*reversed(range(grad.ndim))).contiguous().permute(*reversed(range(grad.ndim)))
         param.grad = torch.empty_like(param).copy_(grad) if grad_layout == "as the parameter" else grad
         optimizer.step()

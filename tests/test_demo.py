@@ -90,7 +90,7 @@ def test_the_runs_differ_as_their_recipes_do(quick: tuple[Path, str, str]) -> No
     # fp32: 4 bytes down, 4 bytes up in each window, somewhat more where the selection changes.
     assert 7.0 < exact["pcie_bytes_per_param_step"] < 9.0
     assert 4.5 < zenflow["pcie_bytes_per_param_step"] < 6.0
-    assert zenflow["pcie_bytes_per_param_step"] == late["pcie_bytes_per_param_step"]
+    assert 4.5 < late["pcie_bytes_per_param_step"] < 6.0
 
 
 def test_plot_is_a_picture(quick: tuple[Path, str, str]) -> None:
@@ -220,8 +220,8 @@ def test_an_interrupted_demo_ends_in_the_same_bits(
     assert list(got) == list(whole[1])
     for name, tensor in whole[1].items():
         assert torch.equal(got[name], tensor), name
-    # What was counted before an interruption isn't lost; what a resume itself moves isn't a step's.
-    assert records["zenflow"].bytes_moved == pytest.approx(whole[0]["zenflow"].bytes_moved, rel=0.05)
+    for name in NAMES:
+        assert records[name].bytes_moved == whole[0][name].bytes_moved
 
 
 def test_interrupted_command_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,8 @@ def check_group(group: Mapping[str, Any]) -> Hyper:
     for key, why in _REFUSED.items():
         if group.get(key):
             raise _refuse(key, group[key], f"False or None ({why})")
-    boolean("maximize", group.get("maximize", False))
+    for key, usual in (("maximize", False), ("decoupled_weight_decay", True)):
+        boolean(key, group.get(key, usual))
     return (
         number("lr", group["lr"], "a finite number of 0 or more"),
         number("betas[0]", betas[0], "a number in [0, 1)", high=below_one),

@@ -12,34 +12,21 @@ from torch.optim import Optimizer
 
 from ._core import Pool
 from .config import Hyper, boolean, check_group, clip_norm, cores_of
-from .dense_adamw import DenseAdamW, DenseGroup, DenseState, DenseUpdate
+from .dense_adamw import DenseAdamW, DenseGroup, DenseUpdate
+from .dense_parameter import DenseParameter
 from .errors import ArgumentError
 from .gradients import (
-    check_distinct,
     check_gradient,
     check_parameter,
     gradient_like,
     parameter_name,
     step_scale,
 )
-from .matrix import is_dense
 from .state import StateDict, check_entry, load_through, step_tensor, update_count
 
 __all__ = ["CPUAdamW"]
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-
-class _Record:
-    """A parameter's state, its exact update count, and the flat weight that the kernel writes."""
-
-    __slots__ = ("k", "scratch", "state")
-
-    def __init__(self, param: Tensor) -> None:
-        # A weight with gaps in its memory is updated in a gapless copy.
-        self.scratch = None if is_dense(param) else param.detach().contiguous()
-        self.state = DenseState.new(param if self.scratch is None else self.scratch)
-        self.k = 0
 
 
 class CPUAdamW(Optimizer):
@@ -123,19 +110,13 @@ class CPUAdamW(Optimizer):
     def _start(self) -> None:
         self._pool = Pool(None if self._cores is None else list(self._cores))
         self._dense = DenseAdamW(self._pool)
-        self._records: dict[Tensor, _Record] = {}
+        self._records: dict[Tensor, DenseParameter] = {}
         self.skipped_steps = 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as ``torch.optim.Optimizer.add_param_group``."""
-        checked = {**self.defaults, **param_group}
-        check_group(checked)
-        params = param_group["params"]
-        group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params)}
-        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
-        for index, param in enumerate(tensors):
-            check_parameter(param, f"parameter {index} of group {len(self.param_groups)}", "CPUAdamW")
-        super().add_param_group(group)
+        check_group({**self.defaults, **param_group})
+        super().add_param_group(checked_members(param_group, self.param_groups, "CPUAdamW"))
 
     @torch.compiler.disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -175,7 +156,7 @@ class CPUAdamW(Optimizer):
                 grad = check_gradient(param, name)
                 assert grad is not None
                 record = self._records.get(param)
-                if record is not None and changed(record.state.weight, param):
+                if record is not None and record.changed:
                     raise ArgumentError(
                         f"{name} was moved or changed to {tuple(param.shape)}, {param.dtype} after its first step; "
                         "accepted: the same tensor. Build the optimizer after model.to(...)"
@@ -191,32 +172,26 @@ class CPUAdamW(Optimizer):
         updates = []
         for param, grad, group_index in found:
             record = self._record(param)
-            if record.scratch is not None:
-                record.scratch.copy_(param.detach())
-            elif record.state.weight.data_ptr() != param.data_ptr():
-                record.state.weight = param.detach()
+            if record.adopt():
                 self._dense.forget()
-            target = record.state.weight
-            flat = gradient_like(target, grad)
+                self._expose(param, record)
+            flat = gradient_like(record.state.weight, grad)
             updates.append(DenseUpdate(record.state, flat, record.k + 1, group_index))
         self._dense.step(updates, groups)
         for param, _, _ in found:
             record = self._records[param]
             record.k += 1
             self.state[param]["step"] = step_tensor(record.k)
-            if record.scratch is not None:
-                param.detach().copy_(record.scratch)
-        # The kernel wrote behind autograd's back: a backward that still needs the old values has to fail.
-        torch.autograd.graph.increment_version([param for param, _, _ in found])
+            record.written()
 
-    def _record(self, param: Tensor) -> _Record:
+    def _record(self, param: Tensor) -> DenseParameter:
         record = self._records.get(param)
         if record is None:
-            record = self._records[param] = _Record(param)
+            record = self._records[param] = DenseParameter(param)
             self._expose(param, record)
         return record
 
-    def _expose(self, param: Tensor, record: _Record) -> None:
+    def _expose(self, param: Tensor, record: DenseParameter) -> None:
         entry = {
             "step": step_tensor(record.k),
             "exp_avg": record.state.exp_avg,
@@ -231,10 +206,13 @@ class CPUAdamW(Optimizer):
         load_through(self, super().load_state_dict, state_dict, self._check_state, self._fill_state)
 
     def _check_state(self, state_dict: StateDict) -> None:
+        for group in state_dict["param_groups"]:
+            check_group(group)
         params = [param for group in self.param_groups for param in group["params"]]
         for index, entry in state_dict["state"].items():
-            if isinstance(index, int) and index < len(params):
-                check_entry(entry, params[index], f"parameter {index}")
+            if not isinstance(index, int) or not 0 <= index < len(params):
+                raise ArgumentError(f"the state dict has an entry for {index!r}; accepted: indices of parameters")
+            check_entry(entry, params[index], f"parameter {index}")
 
     def _fill_state(self, state_dict: StateDict) -> None:
         params = [param for group in self.param_groups for param in group["params"]]
@@ -242,13 +220,16 @@ class CPUAdamW(Optimizer):
         self._dense.forget()
         for index, entry in state_dict["state"].items():
             param = params[index]
-            record = self._records[param] = _Record(param)
-            record.k = update_count(entry.get("step", 0), f"parameter {index}")
-            for key in ("exp_avg", "exp_avg_sq", "master_weight"):
-                target = getattr(record.state, key)
-                if target is not None and key in entry:
-                    target.copy_(entry[key].reshape(target.shape))
-            self._expose(param, record)
+            self._restore(param, entry, update_count(entry["step"], f"parameter {index}"))
+
+    def _restore(self, param: Tensor, entry: StateDict, k: int) -> None:
+        record = self._records[param] = DenseParameter(param)
+        record.k = k
+        for key in ("exp_avg", "exp_avg_sq", "master_weight"):
+            target = getattr(record.state, key)
+            if target is not None and key in entry:
+                target.copy_(entry[key].reshape(target.shape))
+        self._expose(param, record)
 
     def __getstate__(self) -> dict[str, Any]:
         settings = {
@@ -268,42 +249,42 @@ class CPUAdamW(Optimizer):
         self._start()
         self.skipped_steps = skipped
         for param, k in counts.items():
-            record = self._records[param] = _Record(param)
-            record.k = k
-            for key in ("exp_avg", "exp_avg_sq", "master_weight"):
-                if key in self.state[param]:
-                    setattr(record.state, key, self.state[param][key])
+            # Copied, not kept: a copy of a weight may have another memory order than its moments.
+            self._restore(param, self.state[param], k)
 
 
-def changed(registered: Tensor, param: Tensor) -> bool:
-    """True if ``param`` is no longer of the kind that was registered; other memory of the same kind is fine."""
-    return (
-        registered.dtype != param.dtype
-        or registered.shape != param.shape
-        or registered.device != param.device
-    )
+def checked_members(
+    param_group: dict[str, Any], groups: list[dict[str, Any]], optimizer: str
+) -> dict[str, Any]:
+    """A group that ``optimizer`` is about to add to ``groups``, its parameters as a list, each of them checked."""
+    name = f"group {len(groups)}"
+    if "params" not in param_group:
+        raise ArgumentError(f"{name} has the keys {list(param_group)}; accepted: a dict with 'params'")
+    params = param_group["params"]
+    if isinstance(params, (set, frozenset)):
+        raise ArgumentError(f"params of {name} is a {type(params).__name__}; accepted: a list, whose order stays")
+    members = [params] if isinstance(params, Tensor) else list(params)
+    tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in members]
+    known = {id(param) for group in groups for param in group["params"]}
+    for index, param in enumerate(tensors):
+        check_parameter(param, f"parameter {index} of {name}", optimizer)
+        if id(param) in known:
+            raise ArgumentError(
+                f"parameter {index} of {name} is given more than once; accepted: each parameter once"
+            )
+        known.add(id(param))
+    return {**param_group, "params": members}
 
 
 def checked_params(params: Any) -> Any:
-    """``params`` as a list, refused where empty or with duplicates; torch checks the rest."""
+    """``params`` as a list, refused where empty; :func:`checked_members` sees to the rest, group by group."""
     if isinstance(params, Tensor):
         raise ArgumentError(
             f"params is a {type(params).__name__}; accepted: an iterable of parameters or groups"
         )
+    if isinstance(params, (set, frozenset)):
+        raise ArgumentError(f"params is a {type(params).__name__}; accepted: a list, whose order stays")
     entries = list(params)
     if not entries:
         raise ArgumentError("params is empty; accepted: at least one parameter")
-    tensors: list[Tensor] = []
-    for entry in entries:
-        given = entry["params"] if isinstance(entry, dict) else entry
-        if isinstance(given, (Tensor, tuple)):
-            given = [given]
-        members = list(given) if not isinstance(given, list) else given
-        if isinstance(entry, dict):
-            entry["params"] = members
-        tensors += [member[1] if isinstance(member, tuple) else member for member in members]
-    places: dict[int, int] = {}
-    for i, param in enumerate(tensors):
-        places.setdefault(id(param), i)
-    check_distinct(tensors, lambda param: f"parameter {places[id(param)]}")
     return entries

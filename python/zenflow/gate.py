@@ -119,8 +119,9 @@ def _gate_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             if _is_compiled(child):
                 yield path, child
             elif leaf:
-                # A head is a Linear of the model itself. Further down, a parent may read a leaf's weight uncalled.
-                if isinstance(child, nn.Embedding) or (isinstance(child, nn.Linear) and module is model):
+                # A head is a Linear of the model itself, no subclass: MultiheadAttention has one of its own that it
+                # never calls. Further down, a parent may read a leaf's weight uncalled.
+                if isinstance(child, nn.Embedding) or (type(child) is nn.Linear and module is model):
                     yield path, child
             elif listed and not isinstance(child, lists):
                 yield path, child

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from .matrix import is_dense
 __all__ = [
     "DTYPES",
     "StepScale",
-    "check_distinct",
     "check_gradient",
     "check_parameter",
     "gradient_like",
@@ -45,6 +44,11 @@ def check_parameter(param: object, name: str, optimizer: str) -> Tensor:
     if param.device.type != "cpu":
         raise ArgumentError(
             f"{name} is on device {param.device}; accepted by {optimizer}: parameters on the CPU"
+        )
+    if 0 in param.stride() and any(s == 0 and n > 1 for s, n in zip(param.stride(), param.shape, strict=True)):
+        raise ArgumentError(
+            f"{name} is expanded (shape {tuple(param.shape)}, strides {param.stride()}: elements share memory); "
+            "accepted: parameters with memory of their own. Clone it first"
         )
     if not param.is_leaf:
         raise ArgumentError(
@@ -112,15 +116,6 @@ def step_scale(
 def dense(tensor: Tensor) -> Tensor:
     """``tensor`` without gaps, so that its elements can be read as one run of memory."""
     return tensor if is_dense(tensor) else tensor.contiguous()
-
-
-def check_distinct(params: Iterable[Tensor], name_of: Callable[[Tensor], str]) -> None:
-    """Raises :class:`ArgumentError` if a parameter is given twice."""
-    seen: set[int] = set()
-    for param in params:
-        if id(param) in seen:
-            raise ArgumentError(f"{name_of(param)} is given more than once; accepted: each parameter once")
-        seen.add(id(param))
 
 
 def gradient_like(param: Tensor, grad: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ from typing_extensions import Self
 
 from . import checkpoint
 from .config import Config, check_group
-from .cpu_adamw import Params, checked_params
+from .cpu_adamw import Params, checked_members, checked_params
 from .errors import ArgumentError
-from .gradients import check_gradient, check_parameter, parameter_name
+from .gradients import check_gradient, parameter_name
 from .pipeline import Named, Pipeline
-from .state import StateDict, load_through
+from .state import StateDict, load_through, step_tensor
 from .stats import Stats
 
 __all__ = ["ZenFlowAdamW"]
@@ -152,12 +152,7 @@ class ZenFlowAdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as ``torch.optim.Optimizer.add_param_group``: also later, as layers are unfrozen."""
         _check_defaults({**self.defaults, **param_group})
-        params = param_group["params"]
-        group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params)}
-        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
-        for index, param in enumerate(tensors):
-            check_parameter(param, f"parameter {index} of group {len(self.param_groups)}", "ZenFlowAdamW")
-        super().add_param_group(group)
+        super().add_param_group(checked_members(param_group, self.param_groups, "ZenFlowAdamW"))
         if self._pipeline is not None:
             self._register()
 
@@ -211,6 +206,9 @@ class ZenFlowAdamW(Optimizer):
                 pipeline.registry.check_unmoved(entry[0], entry[1])
                 found.append((entry, grad))
         pipeline.step(found, hypers, [-1.0 if group["maximize"] else 1.0 for group in self.param_groups])
+        for (param, _, _), _ in found:
+            # Frameworks take an empty `state` for an optimizer that never stepped.
+            self.state[param].setdefault("step", step_tensor(1))
         return loss
 
     def synchronize(self) -> None:
@@ -246,7 +244,11 @@ class ZenFlowAdamW(Optimizer):
         """
         self.state.clear()
         self.state.update(self._engine_room.export())
-        return {**super().state_dict(), checkpoint.KEY: self._engine_room.header()}
+        state_dict = {**super().state_dict(), checkpoint.KEY: self._engine_room.header()}
+        # Between steps `state` says only that there is one: views would let a forked child reach what it doesn't have.
+        for param, entry in self.state.items():
+            self.state[param] = {"step": entry["step"]}
+        return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state dict of this class or of ``torch.optim.AdamW`` (then masters are taken from the weights).
@@ -259,9 +261,14 @@ class ZenFlowAdamW(Optimizer):
             self,
             super().load_state_dict,
             state_dict,
-            lambda given: checkpoint.check(self._named(), given),
+            self._check_state,
             lambda given: pipeline.fill(self._named(), given),
         )
+
+    def _check_state(self, given: StateDict) -> None:
+        for group in given["param_groups"]:
+            _check_defaults(group)
+        checkpoint.check(self._named(), given)
 
     def __getstate__(self) -> dict[str, Any]:
         saved = self.state_dict()

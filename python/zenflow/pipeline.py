@@ -73,6 +73,7 @@ class Pipeline:
             else:
                 self.registry.add([entry for entry, _ in named])
                 work = [(self.registry[param], grad) for (param, _, _), grad in named]
+                self._distrust_gates(work)
                 groups: list[DenseGroup] = [
                     (hyper, sign * scale.scale, True) for hyper, sign in zip(hypers, signs, strict=True)
                 ]
@@ -96,7 +97,6 @@ class Pipeline:
         offloaded: _Offloaded = {
             record: record.matrix.of(grad) for record, grad in work if isinstance(record, OffloadedParameter)
         }
-        self._distrust_gates(offloaded)
         self._take_masters(work)
         self.transfer.land_all()
         for record, grad in offloaded.items():
@@ -116,11 +116,13 @@ class Pipeline:
             elif not record.mastered or record.overwritten:
                 self._forget_pending(record)
                 self.registry.adopt(record)
+                self._dense.forget()
 
     def _exchange(self, record: OffloadedParameter) -> None:
         if record.chosen is not None:
             self.transfer.finish(bucket.engine_id for bucket, _ in record.segments)
             down, up = self.registry.exchange(record, record.chosen)
+            self._dense.forget()
             self._exchanged_bytes[0] += down
             self._exchanged_bytes[1] += up
             record.chosen = None
@@ -210,24 +212,27 @@ class Pipeline:
 
     # --- Gates -----------------------------------------------------------------------------------
 
-    def _distrust_gates(self, offloaded: _Offloaded) -> None:
+    def _distrust_gates(self, work: _Work) -> None:
         """A parameter got a gradient, but no gate of it fired: its module was used without being called."""
         if self.gates is None:
             return
         gates = self.gates.gates
-        for record in offloaded:
-            if any(gates[i].fired for i in record.gates) or not any(gates[i].trusted for i in record.gates):
+        uncalled = []
+        for record, _ in work:
+            if isinstance(record, SmallParameter) or any(gates[i].fired for i in record.gates):
                 continue
-            first = gates[record.gates[0]]
-            warnings.warn(
-                f"{record.name} had a gradient, but {first.name} was not called since the last step; "
-                "its new weights land in step() from now on, which then waits for them",
-                stacklevel=6,
-            )
-            for i in record.gates:
-                gates[i].trusted = False
+            if any(gates[i].trusted for i in record.gates):
+                uncalled.append((record.name, gates[record.gates[0]].name))
+                for i in record.gates:
+                    gates[i].trusted = False
         for gate in gates:
             gate.fired = False
+        for name, module in uncalled:
+            warnings.warn(
+                f"{name} had a gradient, but {module} was not called since the last step; "
+                "its new weights land in step() from now on, which then waits for them",
+                stacklevel=5,
+            )
 
     def pass_gate(self, gate: Gate) -> None:
         """Called by a gate before its module's forward: lands what the module is about to read."""
@@ -330,4 +335,5 @@ class Pipeline:
             header = given.get(checkpoint.KEY, {})
             self._steps = int(header.get("steps", 0))
             self._skipped = int(header.get("skipped_steps", 0))
+            self._dense.forget()
             self._fresh = True

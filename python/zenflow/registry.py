@@ -133,13 +133,11 @@ class Registry:
         record = self._records.get(param)
         if record is None:
             return
-        registered = record.state.weight if isinstance(record, SmallParameter) else record.segments[0][0]
-        numel = (
-            record.state.weight.numel()
-            if isinstance(record, SmallParameter)
-            else record.master_weight.numel()
-        )
-        changed = registered.dtype != param.dtype or numel != param.numel() or param.device.type != "cpu"
+        if isinstance(record, SmallParameter):
+            changed = record.changed
+        else:
+            dtype, numel = record.segments[0][0].dtype, record.master_weight.numel()
+            changed = dtype != param.dtype or numel != param.numel() or param.device.type != "cpu"
         if changed:
             raise ArgumentError(
                 f"{name} was moved or changed to {tuple(param.shape)}, {param.dtype} after the optimizer was built; "

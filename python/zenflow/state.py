@@ -40,12 +40,12 @@ def update_count(step: Any, name: str) -> int:
 
 def check_entry(entry: Mapping[str, Any], param: Tensor, name: str) -> None:
     """Raises :class:`ArgumentError` unless ``entry`` has AdamW's state for ``param``."""
-    update_count(entry.get("step", 0), name)
+    update_count(entry.get("step"), name)
     for key in ("exp_avg", "exp_avg_sq", "master_weight"):
         value = entry.get(key)
         if value is None and key == "master_weight":
             continue
-        if not isinstance(value, Tensor) or value.numel() != param.numel():
+        if not isinstance(value, Tensor) or value.shape != param.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
             raise ArgumentError(
                 f"{key} of {name} in the state dict is {got}; accepted: a tensor of shape {tuple(param.shape)}"
@@ -68,9 +68,13 @@ def load_through(
     taken: StateDict = {}
 
     def take(_: Optimizer, given: StateDict) -> StateDict:
-        taken.update(given)
+        for key in ("state", "param_groups"):
+            if key not in given:
+                raise ArgumentError(f"the state dict has no {key!r}; accepted: what state_dict() returns")
+        groups = [_loadable(group, optimizer.defaults) for group in given["param_groups"]]
+        taken.update(given, param_groups=groups)
         check(taken)
-        return {**given, "state": {}}
+        return {**taken, "state": {}}
 
     before = optimizer.register_load_state_dict_pre_hook(take)
     after = optimizer.register_load_state_dict_post_hook(lambda _: fill(taken), prepend=True)
@@ -79,3 +83,13 @@ def load_through(
     finally:
         before.remove()
         after.remove()
+
+
+def _loadable(group: StateDict, defaults: Mapping[str, Any]) -> StateDict:
+    """A saved group without torch's ways to run AdamW, which are not ours, and with the keys of later versions."""
+    for key in ("lr", "betas", "eps", "weight_decay"):
+        if key not in group:
+            raise ArgumentError(f"a group of the state dict has no {key!r}; accepted: groups of AdamW or Adam")
+    later = {key: defaults[key] for key in ("maximize", "decoupled_weight_decay", "amsgrad")}
+    ways = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+    return {**later, **group, **ways}

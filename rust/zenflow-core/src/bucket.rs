@@ -14,46 +14,65 @@ use crate::adam::{Entry, Job, Span};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::hyper::{Hyper, Pending, Scalars};
-use crate::memory::HostBuffer;
+use crate::memory::{HostBuffer, ALIGNMENT};
 
-/// The fp32 state of one parameter: 12 bytes an element.
+/// The fp32 state of one parameter, 12 bytes an element: master weight, `exp_avg` and `exp_avg_sq`, one after the
+/// other in one mapping, since the system bounds the number of those.
 #[derive(Debug)]
 pub struct HostState {
-    /// Master weight.
-    pub master: HostBuffer,
-    /// First moment.
-    pub exp_avg: HostBuffer,
-    /// Second moment.
-    pub exp_avg_sq: HostBuffer,
+    memory: HostBuffer,
     numel: usize,
+    /// Elements from one array to the next.
+    stride: usize,
 }
 
 impl HostState {
     /// Zero state for `numel` elements.
+    ///
+    /// Forked children don't get it: their copy would cost the parent a copy of every page that it writes. Nothing in
+    /// a child reaches it, since every use of the engine there is refused first.
     pub fn new(numel: usize) -> Result<Self> {
-        let bytes = numel.checked_mul(4).ok_or_else(|| {
-            Error::invalid("numel", numel, "a number of elements whose bytes can be addressed")
-        })?;
-        Ok(Self {
-            master: HostBuffer::new(bytes, "the fp32 master weight")?,
-            exp_avg: HostBuffer::new(bytes, "exp_avg")?,
-            exp_avg_sq: HostBuffer::new(bytes, "exp_avg_sq")?,
-            numel,
-        })
+        let too_many = || Error::invalid("numel", numel, "a number of elements whose bytes can be addressed");
+        let stride = numel.checked_next_multiple_of(ALIGNMENT / 4).ok_or_else(too_many)?;
+        let bytes = stride.checked_mul(12).ok_or_else(too_many)?;
+        let mut memory = HostBuffer::new(bytes, "an fp32 master weight with its exp_avg and exp_avg_sq")?;
+        memory.withhold_from_children();
+        Ok(Self { memory, numel, stride })
     }
 
-    /// Elements.
+    /// Elements of each array.
     #[must_use]
     pub fn numel(&self) -> usize {
         self.numel
     }
 
-    /// The three arrays, as the kernels take them, from element `start` on.
+    /// The memory of all three arrays.
+    #[must_use]
+    pub fn memory(&self) -> &HostBuffer {
+        &self.memory
+    }
+
+    /// First element of the master weight.
+    #[must_use]
+    pub fn master(&self) -> *mut f32 {
+        self.array(0)
+    }
+
+    /// First element of the first moment.
+    #[must_use]
+    pub fn exp_avg(&self) -> *mut f32 {
+        self.array(1)
+    }
+
+    /// First element of the second moment.
+    #[must_use]
+    pub fn exp_avg_sq(&self) -> *mut f32 {
+        self.array(2)
+    }
+
     #[allow(clippy::cast_ptr_alignment)] // a mapping starts on a page
-    fn pointers(&self, start: usize) -> [*mut f32; 3] {
-        debug_assert!(start <= self.numel);
-        [&self.master, &self.exp_avg, &self.exp_avg_sq]
-            .map(|buffer| buffer.as_ptr().cast::<f32>().wrapping_add(start))
+    fn array(&self, position: usize) -> *mut f32 {
+        self.memory.as_ptr().cast::<f32>().wrapping_add(position * self.stride)
     }
 }
 
@@ -215,12 +234,11 @@ impl Bucket {
             } else {
                 std::ptr::null_mut()
             };
-            let [master, exp_avg, exp_avg_sq] = segment.state.pointers(segment.start);
             let grad = transfer.grad.wrapping_add(segment.offset * transfer.grad_dtype.size());
             let span = Span {
-                master,
-                exp_avg,
-                exp_avg_sq,
+                master: segment.state.master().wrapping_add(segment.start),
+                exp_avg: segment.state.exp_avg().wrapping_add(segment.start),
+                exp_avg_sq: segment.state.exp_avg_sq().wrapping_add(segment.start),
                 grad,
                 grad_dtype: transfer.grad_dtype,
                 out,

@@ -158,9 +158,7 @@ impl Engine {
     pub fn add_parameter(&self, numel: usize) -> Result<u32> {
         self.check()?;
         let state = HostState::new(numel)?;
-        for buffer in [&state.master, &state.exp_avg, &state.exp_avg_sq] {
-            buffer.first_touch(self.shared.pool.checked()?);
-        }
+        state.memory().first_touch(self.shared.pool.checked()?);
         let mut registry = self.shared.registry_mut();
         registry.states.push(Arc::new(state));
         registry.buckets_of.push(Vec::new());

@@ -29,6 +29,12 @@ fn staging(bytes: usize) -> *mut u8 {
     unsafe { std::alloc::alloc_zeroed(layout) }
 }
 
+/// Where a slot's gradients begin.
+#[allow(clippy::cast_ptr_alignment)] // 64-byte aligned by `staging`
+fn payload(slot: *mut u8) -> *mut f32 {
+    slot.wrapping_add(SLOT_HEADER).cast()
+}
+
 /// One bucket over one parameter, with its slots.
 struct Lane {
     bucket: u32,
@@ -54,7 +60,7 @@ impl Lane {
                 engine.add_upload(up, 4 * numel).unwrap(),
             )
         };
-        let gradients = down.wrapping_add(SLOT_HEADER).cast();
+        let gradients = payload(down);
         Self { bucket, parameter, slot, upload, gradients, weights: up.cast(), numel }
     }
 
@@ -86,9 +92,9 @@ impl Lane {
 
     fn state(&self, engine: &Engine) -> [Vec<f32>; 3] {
         let state = engine.idle_state(self.parameter).unwrap();
-        [&state.master, &state.exp_avg, &state.exp_avg_sq].map(|buffer| {
+        [state.master(), state.exp_avg(), state.exp_avg_sq()].map(|array| {
             // SAFETY: idle, `numel` fp32 elements.
-            unsafe { std::slice::from_raw_parts(buffer.as_ptr().cast::<f32>(), self.numel) }.to_vec()
+            unsafe { std::slice::from_raw_parts(array, self.numel) }.to_vec()
         })
     }
 }
@@ -190,7 +196,7 @@ fn an_urgent_ticket_waits_for_its_own_buckets_background_work() {
     let second_slot = unsafe { engine.add_slot(second, SLOT_HEADER + 4 * lane.numel).unwrap() };
     other.submit(&engine, 1, 0.01, false);
     lane.submit(&engine, 1, 0.01, false);
-    let gradients = second.wrapping_add(SLOT_HEADER).cast::<f32>();
+    let gradients = payload(second);
     for (i, value) in gradient(lane.numel, 2).into_iter().enumerate() {
         // SAFETY: inside the second slot, which no ticket uses yet.
         unsafe { gradients.add(i).write(value) };
@@ -320,7 +326,7 @@ fn close_finishes_what_was_rung_and_drops_what_was_not() {
     engine.close().unwrap();
     engine.close().unwrap();
     // SAFETY: the worker has ended.
-    let moment = unsafe { std::slice::from_raw_parts(state.exp_avg.as_ptr().cast::<f32>(), 4096) };
+    let moment = unsafe { std::slice::from_raw_parts(state.exp_avg(), 4096) };
     assert!(moment.iter().any(|&m| m != 0.0));
     assert!(matches!(engine.poll(), Err(Error::Closed)));
     assert!(engine.stats().is_ok());

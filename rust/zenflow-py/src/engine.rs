@@ -121,12 +121,12 @@ impl Engine {
     /// `(master_weight, exp_avg, exp_avg_sq)` of a parameter, without a copy.
     fn arrays(&self, parameter: u32) -> PyResult<(HostArray, HostArray, HostArray)> {
         let state = self.core.state(parameter).map_err(|error| to_python(&error))?;
-        let array = |address: *mut u8| HostArray {
+        let array = |address: *mut f32| HostArray {
             address: address as usize,
             numel: state.numel(),
             _state: Arc::clone(&state),
         };
-        Ok((array(state.master.as_ptr()), array(state.exp_avg.as_ptr()), array(state.exp_avg_sq.as_ptr())))
+        Ok((array(state.master()), array(state.exp_avg()), array(state.exp_avg_sq())))
     }
 
     /// A bucket of `(parameter, start, length)` segments, in elements.
@@ -233,9 +233,9 @@ impl Engine {
         let numel = height * columns.len();
         let mut pairs = Vec::with_capacity(3);
         for (name, tensor, source) in [
-            ("master_weight", master, &state.master),
-            ("exp_avg", exp_avg, &state.exp_avg),
-            ("exp_avg_sq", exp_avg_sq, &state.exp_avg_sq),
+            ("master_weight", master, HostState::master as fn(&HostState) -> *mut f32),
+            ("exp_avg", exp_avg, HostState::exp_avg),
+            ("exp_avg_sq", exp_avg_sq, HostState::exp_avg_sq),
         ] {
             let tensor = HostTensor::new(tensor, name)?;
             tensor.float32(name, numel)?;
@@ -246,7 +246,7 @@ impl Engine {
                 // SAFETY: the state is idle and of height x cols, columns are below cols, and the tensor has
                 // height x columns fp32 elements and is kept alive by `pairs`.
                 unsafe {
-                    migrate::gather(source.as_ptr().cast(), height, cols, &columns, tensor.address().cast());
+                    migrate::gather(source(&state), height, cols, &columns, tensor.address().cast());
                 }
             }
         });
@@ -269,13 +269,7 @@ impl Engine {
         py.detach(|| {
             // SAFETY: as in `gather_columns`, the other way.
             unsafe {
-                migrate::scatter(
-                    tensor.address().cast(),
-                    height,
-                    cols,
-                    &columns,
-                    state.master.as_ptr().cast(),
-                );
+                migrate::scatter(tensor.address().cast(), height, cols, &columns, state.master());
             }
         });
         Ok(())

@@ -71,10 +71,11 @@ def _draw_steps(axes: Axes, summaries: list[Summary]) -> None:
     for row, total, summary in zip(rows, totals, summaries, strict=True):
         axes.text(total, row, f" {total:.0f} ms, {summary.stall_share:.1%} stalled", va="center")
     axes.set_yticks(rows, [recipe.label for recipe in FINE_TUNING])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.5 * max(totals))
+    # The first run on top, and room for the legend below the last.
+    axes.set_ylim(len(summaries) + 0.1, -0.6)
+    axes.set_xlim(0, 1.65 * max(totals))
     axes.set_title("Time of a step (median)", loc="left")
     axes.set_xlabel("milliseconds")
-    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+    axes.legend(frameon=False, loc="lower left", ncols=2)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -115,7 +115,7 @@ def as_table(settings: Settings, records: dict[str, Record], summaries: list[Sum
         table.add_row(
             recipe.label,
             f"{summary.val_loss:.4f}",
-            f"{difference:+.4f}" if recipe is not FINE_TUNING[0] else "",
+            f"{round(difference, 4) + 0.0:+.4f}" if recipe is not FINE_TUNING[0] else "",
             f"{summary.step_seconds:.3f}",
             f"{summary.stall_share:.1%}",
             f"{summary.host_bytes_per_param:.1f}",

@@ -131,16 +131,16 @@ class _Run:
                 generator.set_state(saved["generator"])
             meter = _Meter(optimizer, record)
 
-            def save() -> None:
-                if store:
-                    state = {
-                        "record": asdict(record),
-                        "model": model.state_dict(),
-                        "optimizer": optimizer.state_dict(),
-                        "scheduler": scheduler.state_dict(),
-                        "generator": generator.get_state(),
-                    }
-                    store.save(self.recipe.name, state)
+            def save(store: Store) -> None:
+                state = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "scheduler": scheduler.state_dict(),
+                    "generator": generator.get_state(),
+                }
+                # Now that the weights have landed, what that took has been counted.
+                meter.read()
+                store.save(self.recipe.name, {"record": asdict(record), **state})
 
             while len(record.losses) < self.steps:
                 began = time.perf_counter()
@@ -154,12 +154,12 @@ class _Run:
                 record.losses.append(loss.item())
                 record.seconds.append(time.perf_counter() - began)
                 if store and len(record.losses) % store.every == 0:
-                    meter.read()
-                    save()
+                    save(store)
                 reporter.advance(record.losses[-1])
-            meter.read()
             record.validation_loss = _validate(model, validation.held_out, settings)
-            save()
+            meter.read()
+            if store:
+                save(store)
         reporter.end(record.validation_loss)
         return record
 
