@@ -22,6 +22,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: ``Tensor.grad_dtype`` lets a gradient have another dtype than its parameter.
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
 
+#: Makes an optimizer from parameters or groups and options.
+Make = Callable[..., torch.optim.Optimizer]
+
 
 def as64(tensor: Tensor) -> Float64:
     """A copy in float64."""
@@ -194,7 +197,9 @@ def parameters(
 ) -> list[nn.Parameter]:
     """Parameters of these shapes; the same ones for the same arguments."""
     generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter((scale * torch.randn(tuple(shape), generator=generator)).to(dtype)) for shape in shapes]
+    return [
+        nn.Parameter((scale * torch.randn(tuple(shape), generator=generator)).to(dtype)) for shape in shapes
+    ]
 
 
 def gradients(params: Sequence[Tensor], step: int, seed: int = 7, scale: float = 1e-2) -> list[Tensor]:
@@ -224,7 +229,9 @@ def backward(params: Sequence[Tensor], step: int, factor: float = 1.0, **options
     return loss.detach()
 
 
-def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], steps: Iterable[int], **options: Any) -> None:
+def run(
+    optimizer: torch.optim.Optimizer, params: Sequence[Tensor], steps: Iterable[int], **options: Any
+) -> None:
     """The plainest loop."""
     for step in steps:
         set_gradients(params, step, **options)
@@ -234,8 +241,14 @@ def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], steps: Itera
 
 def update_error(got: Sequence[Tensor], expected: Sequence[Tensor], start: Sequence[Tensor]) -> float:
     """``||got - expected|| / ||expected - start||`` over all parameters together."""
-    wrong = sum(float((a.detach().double() - b.detach().double()).square().sum()) for a, b in zip(got, expected, strict=True))
-    moved = sum(float((b.detach().double() - c.detach().double()).square().sum()) for b, c in zip(expected, start, strict=True))
+    wrong = sum(
+        float((a.detach().double() - b.detach().double()).square().sum())
+        for a, b in zip(got, expected, strict=True)
+    )
+    moved = sum(
+        float((b.detach().double() - c.detach().double()).square().sum())
+        for b, c in zip(expected, start, strict=True)
+    )
     return math.sqrt(wrong / moved) if moved else math.sqrt(wrong)
 
 
@@ -244,4 +257,46 @@ def clones(params: Sequence[Tensor]) -> list[nn.Parameter]:
     return [nn.Parameter(param.detach().clone(memory_format=torch.preserve_format)) for param in params]
 
 
-Make = Callable[..., torch.optim.Optimizer]
+def layouts() -> dict[str, Callable[[torch.dtype], Tensor]]:
+    """Tensors of every kind of shape and layout that a parameter may have."""
+
+    def fresh(*shape: int) -> Callable[[torch.dtype], Tensor]:
+        return lambda dtype: parameters([shape], dtype)[0].detach()
+
+    return {
+        "0-dim": fresh(),
+        "0 elements": fresh(0),
+        "0 rows": fresh(0, 5),
+        "0 columns": fresh(5, 0),
+        "1 element": fresh(1),
+        "1-D": fresh(67),
+        "odd": fresh(17, 13),
+        "one row": fresh(1, 33),
+        "one column": fresh(33, 1),
+        "conv": fresh(6, 5, 3, 3),
+        "experts": fresh(3, 10, 33),
+        "5-D": fresh(2, 3, 2, 3, 2),
+        "channels_last": lambda dtype: fresh(6, 5, 3, 3)(dtype).to(memory_format=torch.channels_last),
+        "transposed": lambda dtype: fresh(12, 19)(dtype).t(),
+        "permuted": lambda dtype: fresh(4, 5, 6)(dtype).permute(2, 0, 1),
+        "sliced columns": lambda dtype: fresh(10, 24)(dtype)[:, 3:20],
+        "every other": lambda dtype: fresh(10, 24)(dtype)[:, ::2],
+        "sliced and transposed": lambda dtype: fresh(24, 10)(dtype)[1:20:2].t(),
+        "a row of a matrix": lambda dtype: fresh(10, 24)(dtype)[4],
+        "a column of a matrix": lambda dtype: fresh(10, 24)(dtype)[:, 4],
+    }
+
+
+GRADIENT_LAYOUTS = ("as the parameter", "contiguous", "transposed", "expanded")
+
+
+def laid_out(grad: Tensor, param: Tensor, layout: str) -> Tensor:
+    """A copy of ``grad`` in one of :data:`GRADIENT_LAYOUTS`; for "expanded" all its elements have to be equal."""
+    if layout == "as the parameter":
+        return torch.empty_like(param).copy_(grad)
+    if layout == "transposed" and grad.ndim:
+        back = list(reversed(range(grad.ndim)))
+        return grad.permute(back).contiguous().permute(back)
+    if layout == "expanded" and grad.numel():
+        return grad.reshape(-1)[0].clone().expand(grad.shape)
+    return grad.contiguous().clone()

@@ -13,8 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
 from helpers import (
     DTYPES,
+    GRADIENT_LAYOUTS,
     HAS_GRAD_DTYPE,
     Adam64,
     as64,
@@ -23,16 +28,14 @@ from helpers import (
     assert_unchanged,
     clones,
     gradients,
+    laid_out,
+    layouts,
     parameters,
     run,
     set_gradients,
     snapshot,
     update_error,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
-
 from zenflow import CPUAdamW, _core
 
 # --- Accuracy ---------------------------------------------------------------------------------------------
@@ -81,9 +84,7 @@ def test_any_setting_follows_the_equations(
     """Moments and master within a few ULPs of float64 for every dtype and setting; the weight is the rounded master."""
     (param,) = parameters([shape], dtype)
     oracle = Adam64(param, decoupled=decoupled, maximize=maximize)
-    optimizer = CPUAdamW(
-        [param], lr=lr, decoupled_weight_decay=decoupled, maximize=maximize, **rest
-    )
+    optimizer = CPUAdamW([param], lr=lr, decoupled_weight_decay=decoupled, maximize=maximize, **rest)
     for step in range(steps):
         param.grad = gradients([param], step)[0]
         optimizer.step()
@@ -281,39 +282,9 @@ def test_two_runs_give_equal_bits() -> None:
 # --- Shapes and memory layouts ------------------------------------------------------------------------------
 
 
-def layouts() -> dict[str, Callable[[torch.dtype], Tensor]]:
-    """Tensors of every kind of shape and layout that a parameter may have."""
-
-    def fresh(*shape: int) -> Callable[[torch.dtype], Tensor]:
-        return lambda dtype: parameters([shape], dtype)[0].detach()
-
-    return {
-        "0-dim": fresh(),
-        "0 elements": fresh(0),
-        "0 rows": fresh(0, 5),
-        "0 columns": fresh(5, 0),
-        "1 element": fresh(1),
-        "1-D": fresh(67),
-        "odd": fresh(17, 13),
-        "one row": fresh(1, 33),
-        "one column": fresh(33, 1),
-        "conv": fresh(6, 5, 3, 3),
-        "experts": fresh(3, 10, 33),
-        "5-D": fresh(2, 3, 2, 3, 2),
-        "channels_last": lambda dtype: fresh(6, 5, 3, 3)(dtype).to(memory_format=torch.channels_last),
-        "transposed": lambda dtype: fresh(12, 19)(dtype).t(),
-        "permuted": lambda dtype: fresh(4, 5, 6)(dtype).permute(2, 0, 1),
-        "sliced columns": lambda dtype: fresh(10, 24)(dtype)[:, 3:20],
-        "every other": lambda dtype: fresh(10, 24)(dtype)[:, ::2],
-        "sliced and transposed": lambda dtype: fresh(24, 10)(dtype)[1:20:2].t(),
-        "a row of a matrix": lambda dtype: fresh(10, 24)(dtype)[4],
-        "a column of a matrix": lambda dtype: fresh(10, 24)(dtype)[:, 4],
-    }
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", layouts())
-@pytest.mark.parametrize("grad_layout", ["as the parameter", "contiguous", "transposed", "expanded"])
+@pytest.mark.parametrize("grad_layout", GRADIENT_LAYOUTS)
 def test_shapes_and_layouts(layout: str, dtype: torch.dtype, grad_layout: str) -> None:
     """Each layout of parameter and gradient has the numbers that contiguous ones have, bit for bit."""
     memory = layouts()[layout](dtype)
@@ -322,13 +293,10 @@ def test_shapes_and_layouts(layout: str, dtype: torch.dtype, grad_layout: str) -
     plain = nn.Parameter(memory.clone(memory_format=torch.contiguous_format))
     optimizer, reference = CPUAdamW([param]), CPUAdamW([plain])
     for step in range(4):
-        grad = gradients([plain], step)[0]
+        plain.grad = gradients([plain], step)[0]
         if grad_layout == "expanded":
-            grad = grad.mean().to(dtype).expand(param.shape)
-        plain.grad = grad.contiguous()
-        if grad_layout == "transposed" and grad.ndim:
-            grad = grad.permute(*reversed(range(grad.ndim))).contiguous().permute(*reversed(range(grad.ndim)))
-        param.grad = torch.empty_like(param).copy_(grad) if grad_layout == "as the parameter" else grad
+            plain.grad = plain.grad.mean().to(dtype).expand(plain.shape).contiguous()
+        param.grad = laid_out(plain.grad, param, grad_layout)
         optimizer.step()
         reference.step()
     assert_same_bits(memory, plain.detach(), "the memory that the parameter was made of")

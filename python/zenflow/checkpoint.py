@@ -107,9 +107,7 @@ def fill(
 ) -> None:
     """Makes the live state what ``given`` says. Parameters without an entry start anew."""
     transfer.finish()
-    for shown in list(transfer.pending.values()):
-        for segment, _ in list(shown.segments):
-            transfer.discard(segment.parameter)
+    transfer.discard(registry.offloaded)
     for index, (param, name, group) in enumerate(named):
         if param not in registry:
             continue

@@ -36,18 +36,31 @@ def _inert(*_: Any) -> None:
 
 
 class _Hook:
-    """A hook that copies and pickles as an inert one, after the original's weights have landed."""
+    """A hook of one module that copies and pickles as an inert one, after the original's weights have landed.
 
-    def __init__(self, keeper: GateKeeper) -> None:
+    A module's own parameters are copied before its hooks, so those that landed only now are copied again.
+    """
+
+    def __init__(self, keeper: GateKeeper, module: nn.Module) -> None:
         self._keeper = weakref.ref(keeper)
+        self._module = weakref.ref(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._show()
+        for param in self._show_late():
+            if id(param) in memo:
+                memo[id(param)].detach().copy_(param.detach())
         return _inert
 
     def __reduce__(self) -> Any:
+        late = self._show_late()
+        return _resolve_inert, (late, [param.detach().clone() for param in late])
+
+    def _show_late(self) -> list[Tensor]:
+        """Lands, and returns the module's own parameters that this changed."""
+        module = self._module()
+        before = [] if module is None else [(p, p._version) for p in module.parameters(recurse=False)]
         self._show()
-        return _resolve_inert, ()
+        return [param for param, version in before if param._version != version]
 
     @torch.compiler.disable
     def _show(self, *_: Any) -> None:
@@ -56,15 +69,17 @@ class _Hook:
             keeper.show_weights()
 
 
-def _resolve_inert() -> Any:
+def _resolve_inert(late: list[Tensor], weights: list[Tensor]) -> Any:
+    for param, weight in zip(late, weights, strict=True):
+        param.detach().copy_(weight)
     return _inert
 
 
 class Gate(_Hook):
     """The forward pre-hook of one module."""
 
-    def __init__(self, keeper: GateKeeper, number: int, name: str) -> None:
-        super().__init__(keeper)
+    def __init__(self, keeper: GateKeeper, module: nn.Module, number: int, name: str) -> None:
+        super().__init__(keeper, module)
         self.number = number
         self.name = name or "the model"
         #: Buckets that this gate may have to land.
@@ -142,13 +157,13 @@ class Gates:
             self._add(keeper, name, module, module.parameters())
         rest = [param for param in model.parameters() if id(param) not in self._owners]
         self._add(keeper, "", model, rest)
-        show, loaded = _ShowHook(keeper), _LoadedHook(keeper)
         for module in model.modules():
+            show, loaded = _ShowHook(keeper, module), _LoadedHook(keeper, module)
             self._handles.append(module.register_state_dict_pre_hook(show))
             self._handles.append(module.register_load_state_dict_post_hook(loaded))
 
     def _add(self, keeper: GateKeeper, name: str, module: nn.Module, params: Iterable[Tensor]) -> None:
-        gate = Gate(keeper, len(self.gates), name)
+        gate = Gate(keeper, module, len(self.gates), name)
         self.gates.append(gate)
         self._handles.append(module.register_forward_pre_hook(gate, prepend=True))
         for param in params:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
 import torch
@@ -97,7 +98,7 @@ class Pipeline:
         offloaded: _Offloaded = {
             record: record.matrix.of(grad) for record, grad in work if isinstance(record, OffloadedParameter)
         }
-        self._take_masters(work)
+        self._take_masters([record for record, _ in work])
         self.transfer.land_all()
         for record, grad in offloaded.items():
             self._exchange(record)
@@ -107,16 +108,20 @@ class Pipeline:
         self._fresh = False
         self._steps += 1
 
-    def _take_masters(self, work: _Work) -> None:
-        """Takes weights for masters: at a parameter's first step, and where someone else wrote into it."""
-        for record, _ in work:
+    def _take_masters(self, records: Iterable[OffloadedParameter | SmallParameter]) -> None:
+        """Takes weights for masters: at first, where someone else wrote into them, and once after a load."""
+        foreign = []
+        for record in records:
             if isinstance(record, SmallParameter):
                 if record.adopt():
                     self._dense.forget()
-            elif not record.mastered or record.overwritten:
-                self._forget_pending(record)
-                self.registry.adopt(record)
-                self._dense.forget()
+            elif not record.mastered or record.overwritten or self._fresh:
+                foreign.append(record)
+        if foreign and not self._fresh:
+            # Just after a state dict, late stripes belong to the very weights that are being loaded.
+            self.transfer.discard(foreign)
+        for record in foreign:
+            self.registry.adopt(record)
 
     def _exchange(self, record: OffloadedParameter) -> None:
         if record.chosen is not None:
@@ -205,10 +210,14 @@ class Pipeline:
         """Lands here what no gate will land in time."""
         config = self.config
         for bucket, _ in urgent:
-            warm = any(warming_up(s.parameter.k, config.full_warm_up_rounds) for s in bucket.segments)
-            gated = self.gates is not None and any(self.gates.gates[i].trusted for i in bucket.gates)
-            if warm or (config.staleness == 0 and not gated):
-                self.transfer.land([bucket.engine_id])
+            if config.staleness == 0:
+                if self.gates is None or not any(self.gates.gates[i].trusted for i in bucket.gates):
+                    self.transfer.land([bucket.engine_id])
+                continue
+            parameters = {segment.parameter for segment in bucket.segments}
+            warm = {p for p in parameters if p.k and warming_up(p.k, config.full_warm_up_rounds)}
+            if warm:  # Never late; but its neighbours in the bucket are.
+                self.transfer.land_parameters(bucket.engine_id, warm)
 
     # --- Gates -----------------------------------------------------------------------------------
 
@@ -237,33 +246,45 @@ class Pipeline:
     def pass_gate(self, gate: Gate) -> None:
         """Called by a gate before its module's forward: lands what the module is about to read."""
         if self.transfer.pending and self.config.staleness == 0:
-            with self._lock, torch.no_grad():
+            with self._guarded():
                 self.transfer.land(gate.buckets)
+                # An autocast context that is open keeps casts of the old weights.
+                torch.clear_autocast_cache()
 
     def show_weights(self) -> None:
         """Lands everything whose time has come."""
         if self.transfer.pending and self.config.staleness == 0:
-            with self._lock, torch.no_grad():
+            with self._guarded():
                 self.transfer.land_all()
 
     def weights_loaded(self) -> None:
         """Called after a module's weights were loaded: they are the new masters, where they differ from the old."""
-        with self._lock, torch.no_grad():
-            for record in self.registry.offloaded:
-                if record.mastered and record.overwritten:
-                    self._forget_pending(record)
-                    self.registry.adopt(record)
+        with self._guarded():
+            self._take_masters(self._overwritten())
 
-    def _forget_pending(self, record: OffloadedParameter) -> None:
-        # Just after a state dict, late stripes belong to the very weights that are being loaded.
-        if not self._fresh:
-            self.transfer.discard(record)
+    def _overwritten(self) -> list[OffloadedParameter]:
+        return [record for record in self.registry.offloaded if record.mastered and record.overwritten]
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """One thread at a time, without autograd; what is cut short half way poisons the engine.
+
+        Ctrl-C in a wait may lose completions, and later waits for them would never end.
+        """
+        with self._lock, torch.no_grad():
+            try:
+                yield
+            except (ZenFlowError, Warning):
+                raise
+            except BaseException as error:
+                self.engine.poison(f"a transfer was cut short: {error!r}")
+                raise
 
     # --- Upkeep ----------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Waits for the worker and lands every move whose time has come."""
-        with self._lock, torch.no_grad():
+        with self._guarded():
             self.engine.check()
             self.transfer.finish()
             self.show_weights()
@@ -281,6 +302,11 @@ class Pipeline:
                 if self.gates is not None:
                     self.gates.remove()
                 self.engine.close()
+
+    def __del__(self) -> None:
+        # Nobody will step any more, but the model may go on: what the last step computed has to land.
+        with suppress(Exception):  # half built, a forked child, or an interpreter on its way out
+            self.close()
 
     def stats(self) -> Stats:
         """A snapshot of all counters."""
@@ -313,7 +339,8 @@ class Pipeline:
 
     def export(self) -> dict[Tensor, StateDict]:
         """State entries by parameter; see :mod:`zenflow.checkpoint`."""
-        with self._lock, torch.no_grad():
+        with self._guarded():
+            self._take_masters([*self.registry.small, *self._overwritten()])
             self.synchronize()
             return checkpoint.export(self.registry, self.transfer, self.engine, self.config.update_interval)
 
@@ -328,7 +355,7 @@ class Pipeline:
 
     def fill(self, named: Sequence[Named], given: StateDict) -> None:
         """Makes the live state what a checked state dict says."""
-        with self._lock, torch.no_grad():
+        with self._guarded():
             self.registry.add([named[index] for index in given["state"]])
             interval = self.config.update_interval
             checkpoint.fill(self.registry, self.transfer, self.engine, interval, list(named), given)

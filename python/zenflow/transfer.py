@@ -8,7 +8,7 @@ rings are full, or the caller asked for a landing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -141,7 +141,7 @@ class Transfer:
             self._relieve()
         for number in wanted:
             if number in self.pending:
-                self._place(self.pending.pop(number))
+                self._place(number)
 
     def land_all(self) -> None:
         """Lands everything that is pending, late or not."""
@@ -154,17 +154,32 @@ class Transfer:
         while self._in_flight if numbers is None else any(number in self._in_flight for number in numbers):
             self._relieve()
 
-    def discard(self, parameter: OffloadedParameter) -> None:
-        """Forgets the new weights of this parameter: others were loaded over them."""
-        numbers = [bucket.engine_id for bucket, _ in parameter.segments]
+    def land_parameters(self, bucket: int, parameters: Collection[OffloadedParameter]) -> None:
+        """Lands what a bucket has for these parameters; what it has for others stays pending."""
+        self._collect()
+        while bucket in self.pending and not self.pending[bucket].ready:
+            self._relieve()
+        if bucket in self.pending:
+            pending = self.pending[bucket]
+            now = [entry for entry in pending.segments if entry[0].parameter in parameters]
+            pending.segments = [entry for entry in pending.segments if entry[0].parameter not in parameters]
+            self._write(pending, now)
+            self._release_empty(bucket)
+
+    def discard(self, parameters: Collection[OffloadedParameter]) -> None:
+        """Forgets the new weights of these parameters: others were written over them."""
+        numbers = {bucket.engine_id for parameter in parameters for bucket, _ in parameter.segments}
+        for number in numbers & self.pending.keys():
+            pending = self.pending[number]
+            pending.segments = [entry for entry in pending.segments if entry[0].parameter not in parameters]
         self.finish(numbers)
         for number in numbers:
-            pending = self.pending.get(number)
-            if pending is None:
-                continue
-            pending.segments = [entry for entry in pending.segments if entry[0].parameter is not parameter]
-            if not pending.segments:
-                self._up.release(self.pending.pop(number).upload)
+            self._release_empty(number)
+
+    def _release_empty(self, number: int) -> None:
+        pending = self.pending.get(number)
+        if pending is not None and not pending.segments:
+            self._up.release(self.pending.pop(number).upload)
 
     def _acquire(self, attempt: Callable[[], Slot | None]) -> Slot:
         slot = attempt()
@@ -182,7 +197,7 @@ class Transfer:
         self._handle(self._engine.wait(_WAIT))
         if not self._late:
             for number in [number for number, pending in self.pending.items() if pending.ready]:
-                self._place(self.pending.pop(number))
+                self._place(number)
         self.stall_seconds += self._accelerator.clock() - start
 
     def _collect(self) -> None:
@@ -197,15 +212,27 @@ class Transfer:
             if upload is not None:
                 self.pending[bucket].ready = True
 
-    def _place(self, pending: PendingClose) -> None:
-        """Writes new weights into the parameters, but for the columns that the device owns."""
+    def _place(self, number: int) -> None:
+        """Lands the whole of a bucket. It is pending until then: a gate in another thread has to wait."""
+        pending = self.pending[number]
+        overwritten = self._write(pending, pending.segments)
+        del self.pending[number]
+        self._up.release(pending.upload)
+        for name in overwritten:
+            _warn_overwritten(name)
+
+    def _write(self, pending: PendingClose, segments: list[tuple[Segment, Tensor | None]]) -> list[str]:
+        """Writes new weights into the parameters, but for the columns that the device owns.
+
+        Returns the names of those that someone else wrote into meanwhile; the next step takes them for the masters.
+        """
+        overwritten = []
         size = pending.bucket.numel * pending.bucket.dtype.itemsize
         staged = pending.upload.memory[:size].view(pending.bucket.dtype)
-        for segment, columns in pending.segments:
+        for segment, columns in segments:
             parameter = segment.parameter
             if parameter.overwritten:
-                # Someone wrote into the weight meanwhile; the next step takes it for the master.
-                _warn_overwritten(parameter.name)
+                overwritten.append(parameter.name)
                 continue
             rows = segment.stop - segment.start
             values = staged[segment.offset : segment.offset + segment.numel].view(rows, parameter.matrix.cols)
@@ -215,7 +242,7 @@ class Transfer:
             parameter.matrix.write_rows(segment.start, segment.stop, values)
             parameter.stamp_now()
             self.bytes_up += segment.numel * pending.bucket.dtype.itemsize
-        self._up.release(pending.upload)
+        return overwritten
 
 
 def _warn_overwritten(name: str) -> None:
