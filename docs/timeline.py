@@ -11,7 +11,13 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 INK, SOFT = "#1f2933", "#d9e2ec"
-COLORS = {"forward": "#7fb3d5", "backward": "#5d8aa8", "device": "#f5b041", "rest": "#cdd7e1", "closing": "#e07a5f"}
+COLORS = {
+    "forward": "#7fb3d5",
+    "backward": "#5d8aa8",
+    "device": "#f5b041",
+    "rest": "#cdd7e1",
+    "closing": "#e07a5f",
+}
 LANES = ["device", "gradients down", "host worker", "weights up"]
 LAYERS = 4
 
@@ -24,12 +30,14 @@ class Chart:
         self.figure, self.axes = plt.subplots(figsize=(9.2, 3.5), layout="constrained")
 
     def box(self, lane: str, start: float, width: float, kind: str, text: str = "") -> float:
+        """Draws work on a lane and returns when it ends."""
         y = -LANES.index(lane)
         self.axes.add_patch(Rectangle((start, y - 0.32), width, 0.64, fc=COLORS[kind], ec="white", lw=1))
         self.axes.text(start + width / 2, y, text, ha="center", va="center", color=INK, fontsize=8)
         return start + width
 
     def arrow(self, start: tuple[float, str], stop: tuple[float, str]) -> None:
+        """Draws what one lane's work waits for on another."""
         (x0, a), (x1, b) = start, stop
         y0, y1 = -LANES.index(a), -LANES.index(b)
         lift = 0.34 if y1 > y0 else -0.34

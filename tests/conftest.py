@@ -19,6 +19,10 @@ settings.register_profile(
 )
 settings.load_profile("zenflow")
 
+# torch's threads spin at the end of every parallel region: on a machine with few cores and other work to do, tiny
+# tensors take seconds that way.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:

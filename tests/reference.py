@@ -6,6 +6,7 @@ Written from the equations alone; shares no code with the package. Nothing overl
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ class ReferenceParameter:
         self.index, self.S, self.D, self.every, self.warm = index, S, D, every, warm
         rows, cols = weight.shape
         cuts = [math.floor(j * rows / S + 0.5) for j in range(S + 1)]
-        self.stripes = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        self.stripes = [slice(a, b) for a, b in pairwise(cuts)]
         self.L = [0.0] * S
         self.P = [1.0] * S
         self.late: list[tuple[slice, Array, NDArray[np.bool_]]] = []

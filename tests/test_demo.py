@@ -199,6 +199,20 @@ def whole(
     return records, weights(folder)
 
 
+def test_every_run_starts_from_the_pretrained_weights_and_the_same_batch(
+    whole: tuple[dict[str, Record], dict[str, torch.Tensor]], corpora: tuple[Corpus, Corpus]
+) -> None:
+    records, tensors = whole
+    model = ByteGPT(**TINY.model_arguments)
+    prefix = f"{PRETRAINING.name}."
+    model.load_state_dict(
+        {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    )
+    generator = torch.Generator().manual_seed(TINY.seed + 1)
+    first = model(*draw(corpora[1].training, generator, TINY.batch, TINY.context)).item()
+    assert [records[name].losses[0] for name in NAMES] == [first] * len(NAMES)
+
+
 @pytest.mark.parametrize(("kind", "after"), [("advance", 5), ("advance", 7), ("begin", 1), ("end", 1)])
 def test_an_interrupted_demo_ends_in_the_same_bits(
     kind: str,

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import ReferenceParameter
 from torch import Tensor, nn
 
 import zenflow
+from reference import ReferenceParameter
 from zenflow import CPUAdamW, ZenFlowAdamW
 from zenflow import _core as core
 

@@ -356,16 +356,10 @@ def masters_for(dtype: torch.dtype) -> Tensor:
     magnitude = finite.abs().unique()
     step = torch.diff(magnitude, append=2 * magnitude[-1:] - magnitude[-2:-1])
     ties = magnitude + step / 2
-    found = []
-    for exact in (magnitude, ties):
-        single = exact.float().numpy()
-        for neighbour in (
-            single,
-            np.nextafter(single, np.float32(0)),
-            np.nextafter(single, np.float32(np.inf)),
-        ):
-            found.append(torch.from_numpy(neighbour))
-    positive = torch.cat(found)
+    singles = [exact.float().numpy() for exact in (magnitude, ties)]
+    toward = (np.float32(0), np.float32(np.inf))
+    neighbours = [np.nextafter(single, end) for single in singles for end in toward]
+    positive = torch.cat([torch.from_numpy(values) for values in (*singles, *neighbours)])
     positive = positive[positive.isfinite()]
     return torch.cat([positive, -positive])
 

@@ -35,7 +35,10 @@ def _cut(stripes: list[Segment], bucket_numel: int) -> Iterator[list[Segment]]:
     count = -(-total // bucket_numel)
     if not count:
         return
-    limit = -(-total // count)
+    # A bucket ends between two rows: without a row's worth of room each would end a little short, and one too many be
+    # left over.
+    row = max(stripe.parameter.matrix.cols for stripe in stripes)
+    limit = min(bucket_numel, -(-total // count) + row - 1)
     bucket: list[Segment] = []
     filled = 0
     for stripe in stripes:

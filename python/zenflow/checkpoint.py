@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from ._core import Engine
+from .config import Config
 from .errors import ArgumentError
+from .matrix import ParameterMatrix
 from .parameters import OffloadedParameter
 from .registry import Registry, SmallParameter
 from .schedule import stripe_bounds
+from .selection import selected_count
 from .state import StateDict, check_entry, step_tensor, update_count
 from .transfer import Transfer
 
@@ -95,17 +98,47 @@ def check(named: list[tuple[Tensor, str, int]], given: StateDict) -> None:
         if not isinstance(index, int) or not 0 <= index < len(named):
             raise ArgumentError(f"the state dict has an entry for {index!r}; accepted: indices of parameters")
         check_entry(entry, *named[index][:2])
+        _check_own(entry, *named[index][:2])
+
+
+def _check_own(entry: StateDict, param: Tensor, name: str) -> None:
+    """The same for what ``torch.optim.AdamW`` doesn't have."""
+
+    def refuse(key: str, accepted: str) -> ArgumentError:
+        return ArgumentError(f"{key} of {name} in the state dict is {entry[key]!r}; accepted: {accepted}")
+
+    cols = ParameterMatrix(param).cols if param.ndim else 0
+    for key in ("selected_columns", "next_columns"):
+        if key in entry:
+            columns = entry[key]
+            if columns.dtype != torch.int64 or columns.ndim != 1 or (columns.diff() <= 0).any():
+                raise refuse(key, "indices of columns (int64), ascending")
+            if columns.numel() and not 0 <= int(columns[0]) <= int(columns[-1]) < cols:
+                raise refuse(key, f"indices of its {cols} columns")
+    if "column_importance" in entry and entry["column_importance"].shape != (cols,):
+        raise refuse("column_importance", f"one number for each of its {cols} columns")
+    stripes = entry["pending_lr_sum"].shape if "pending_lr_sum" in entry else ()
+    for key in ("pending_lr_sum", "pending_decay", "late_stripes"):
+        if key not in entry:
+            continue
+        if len(stripes) != 1 or not stripes[0] or entry[key].shape != stripes:
+            raise refuse(
+                key, f"one number for each stripe, as many as pending_lr_sum has (shape {tuple(stripes)})"
+            )
+        if not entry[key].isfinite().all():
+            raise refuse(key, "finite numbers")
 
 
 def fill(
     registry: Registry,
     transfer: Transfer,
     engine: Engine,
-    update_interval: int,
+    config: Config,
     named: list[tuple[Tensor, str, int]],
     given: StateDict,
 ) -> None:
     """Makes the live state what ``given`` says. Parameters without an entry start anew."""
+    update_interval = config.update_interval
     transfer.finish()
     transfer.discard(registry.offloaded)
     for index, (param, name, group) in enumerate(named):
@@ -117,11 +150,16 @@ def fill(
             _fill_small(record, entry, name)
             continue
         _fill_offloaded(record, entry, name)
-        if entry.get("pending_lr_sum") is not None and entry["pending_lr_sum"].numel() != update_interval:
-            # Saved with another interval: its stripes are not ours, so all that is pending moves now.
+        count = selected_count(record.matrix.cols, config.topk_ratio)
+        if "pending_lr_sum" in entry and (
+            entry["pending_lr_sum"].numel() != update_interval or _selected(entry).numel() != count
+        ):
+            # Saved with other stripes, or other columns than will be selected: all that is pending moves now.
             _move_pending(record, entry, given["param_groups"][group])
             late = [True] * update_interval
             _set_progress(record, engine, [(0.0, 0.0)] * update_interval)
+            if _selected(entry).numel() != count:  # the next step selects anew
+                entry = {key: value for key, value in entry.items() if not key.endswith("_columns")}
         else:
             late = entry.get("late_stripes", torch.zeros(update_interval, dtype=torch.bool)).tolist()
             lr_sum, decay = entry.get("pending_lr_sum"), entry.get("pending_decay")
@@ -138,9 +176,15 @@ def fill(
                 transfer.restore(bucket, [bucket.segments[i]])
 
 
+def _selected(entry: StateDict) -> Tensor:
+    columns: Tensor = entry.get("selected_columns", torch.empty(0, dtype=torch.int64))
+    return columns
+
+
 def _fill_small(record: SmallParameter, entry: StateDict, name: str) -> None:
     record.k = update_count(entry.get("step", 0), name)
-    record.stamp_now()
+    # The next step looks whether the model's weight is the one of the state.
+    record.stamp = -1, record.param.data_ptr()
     state = record.state
     for key, target in (("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq)):
         _copy(target, entry.get(key))
@@ -176,14 +220,15 @@ def _select(record: OffloadedParameter, entry: StateDict, registry: Registry) ->
 
 def _move_pending(record: OffloadedParameter, entry: StateDict, group: StateDict) -> None:
     """Closes every stripe of a checkpoint, as its own next close would have with no further gradient."""
+    if not record.k:
+        return
     lr_sum, decay = entry["pending_lr_sum"], entry["pending_decay"]
     beta1, beta2 = group["betas"]
     first, second = 1.0 - beta1**record.k, 1.0 - beta2**record.k
     shape = record.matrix.rows, record.matrix.cols
     master, m, v = (t.view(shape) for t in (record.master_weight, record.exp_avg, record.exp_avg_sq))
     deferred = torch.ones(shape[1], dtype=torch.bool)
-    if "selected_columns" in entry:
-        deferred[_columns(entry["selected_columns"])] = False
+    deferred[_columns(_selected(entry))] = False
     for phase, (start, stop) in enumerate(stripe_bounds(shape[0], lr_sum.numel())):
         rows = slice(start, stop)
         direction = (m[rows] / first) / ((v[rows] / second).sqrt() + group["eps"])

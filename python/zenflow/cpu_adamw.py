@@ -211,7 +211,9 @@ class CPUAdamW(Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         for index, entry in state_dict["state"].items():
             if not isinstance(index, int) or not 0 <= index < len(params):
-                raise ArgumentError(f"the state dict has an entry for {index!r}; accepted: indices of parameters")
+                raise ArgumentError(
+                    f"the state dict has an entry for {index!r}; accepted: indices of parameters"
+                )
             check_entry(entry, params[index], f"parameter {index}")
 
     def _fill_state(self, state_dict: StateDict) -> None:
@@ -262,7 +264,9 @@ def checked_members(
         raise ArgumentError(f"{name} has the keys {list(param_group)}; accepted: a dict with 'params'")
     params = param_group["params"]
     if isinstance(params, (set, frozenset)):
-        raise ArgumentError(f"params of {name} is a {type(params).__name__}; accepted: a list, whose order stays")
+        raise ArgumentError(
+            f"params of {name} is a {type(params).__name__}; accepted: a list, whose order stays"
+        )
     members = [params] if isinstance(params, Tensor) else list(params)
     tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in members]
     known = {id(param) for group in groups for param in group["params"]}

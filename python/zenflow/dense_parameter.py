@@ -11,6 +11,9 @@ from .parameters import stamp_of
 
 __all__ = ["DenseParameter", "adopt_weight"]
 
+# Elements that are compared at once when a weight is taken for the master.
+_ADOPTED_NUMEL = 1 << 20
+
 
 class DenseParameter:
     """A parameter, its state, and its exact update count ``k``."""
@@ -60,8 +63,15 @@ class DenseParameter:
 
 def adopt_weight(master: Tensor, weight: Tensor) -> None:
     """Takes ``weight`` for ``master`` where it isn't the rounded master; elsewhere the master keeps its low bits."""
-    differs = master.to(weight.dtype) != weight
-    master.copy_(torch.where(differs, weight.to(master.dtype), master))
+    if not master.numel():
+        return
+    # A few rows at a time: the temporaries of a whole parameter would count.
+    rows = max(1, _ADOPTED_NUMEL * max(1, master.shape[0] if master.ndim else 1) // master.numel())
+    for part, new in zip(
+        torch.atleast_1d(master).split(rows), torch.atleast_1d(weight).split(rows), strict=True
+    ):
+        differs = part.to(new.dtype) != new
+        part.copy_(torch.where(differs, new.to(part.dtype), part))
 
 
 def _gapless(param: Tensor) -> Tensor | None:

@@ -45,7 +45,9 @@ def check_parameter(param: object, name: str, optimizer: str) -> Tensor:
         raise ArgumentError(
             f"{name} is on device {param.device}; accepted by {optimizer}: parameters on the CPU"
         )
-    if 0 in param.stride() and any(s == 0 and n > 1 for s, n in zip(param.stride(), param.shape, strict=True)):
+    if 0 in param.stride() and any(
+        s == 0 and n > 1 for s, n in zip(param.stride(), param.shape, strict=True)
+    ):
         raise ArgumentError(
             f"{name} is expanded (shape {tuple(param.shape)}, strides {param.stride()}: elements share memory); "
             "accepted: parameters with memory of their own. Clone it first"

@@ -6,6 +6,7 @@ the optimizer's. Every public method may be called from any thread: gates fire w
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,6 +59,8 @@ class Pipeline:
         self._steps = self._skipped = 0
         self._wall: tuple[float, float] | None = None
         self._exchanged_bytes = [0, 0]
+        # True in a first step before which no gate fired.
+        self._unproven = False
         # True between loading a state dict and the next step.
         self._fresh = False
 
@@ -211,7 +214,8 @@ class Pipeline:
         config = self.config
         for bucket, _ in urgent:
             if config.staleness == 0:
-                if self.gates is None or not any(self.gates.gates[i].trusted for i in bucket.gates):
+                trusted = self.gates is not None and any(self.gates.gates[i].trusted for i in bucket.gates)
+                if not trusted or self._unproven:
                     self.transfer.land([bucket.engine_id])
                 continue
             parameters = {segment.parameter for segment in bucket.segments}
@@ -226,6 +230,11 @@ class Pipeline:
         if self.gates is None:
             return
         gates = self.gates.gates
+        # Without any forward there is nothing to learn: before it restores a checkpoint, a framework takes a step
+        # with gradients of its own.
+        self._unproven = not self._steps and not any(gate.fired for gate in gates)
+        if self._unproven:
+            return
         uncalled = []
         for record, _ in work:
             if isinstance(record, SmallParameter) or any(gates[i].fired for i in record.gates):
@@ -302,11 +311,14 @@ class Pipeline:
                 if self.gates is not None:
                     self.gates.remove()
                 self.engine.close()
+                self.transfer.pending.clear()
+                self.registry.release()
 
     def __del__(self) -> None:
         # Nobody will step any more, but the model may go on: what the last step computed has to land.
-        with suppress(Exception):  # half built, a forked child, or an interpreter on its way out
-            self.close()
+        with suppress(Exception):  # half built, or a forked child
+            if not sys.is_finalizing():  # torch aborts the process if it is used then
+                self.close()
 
     def stats(self) -> Stats:
         """A snapshot of all counters."""
@@ -357,8 +369,7 @@ class Pipeline:
         """Makes the live state what a checked state dict says."""
         with self._guarded():
             self.registry.add([named[index] for index in given["state"]])
-            interval = self.config.update_interval
-            checkpoint.fill(self.registry, self.transfer, self.engine, interval, list(named), given)
+            checkpoint.fill(self.registry, self.transfer, self.engine, self.config, list(named), given)
             header = given.get(checkpoint.KEY, {})
             self._steps = int(header.get("steps", 0))
             self._skipped = int(header.get("skipped_steps", 0))

@@ -128,6 +128,14 @@ class Registry:
         self.buckets.append(bucket)
         self._transfer.expect(bucket)
 
+    def release(self) -> None:
+        """Lets go of the host's memory; counts stay. Records, segments and buckets are in cycles until then."""
+        nothing = torch.empty(0)
+        for record in self.offloaded:
+            record.segments.clear()
+            record.master_weight = record.exp_avg = record.exp_avg_sq = nothing
+        self.buckets.clear()
+
     def check_unmoved(self, param: Tensor, name: str) -> None:
         """Raises :class:`ArgumentError` if the parameter isn't the tensor any more that was registered."""
         record = self._records.get(param)

@@ -8,6 +8,7 @@ parameter's shape) and, where the weight isn't its own master, ``master_weight``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ def step_tensor(k: int) -> Tensor:
 
 def update_count(step: Any, name: str) -> int:
     """The update count from a tensor, an int or a float."""
-    value = step.item() if isinstance(step, Tensor) else step
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
+    value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0 or value % 1 != 0:
         raise ArgumentError(
             f"step of {name} in the state dict is {step!r}; accepted: a whole number of 0 or more"
         )
@@ -72,7 +73,11 @@ def load_through(
             if key not in given:
                 raise ArgumentError(f"the state dict has no {key!r}; accepted: what state_dict() returns")
         groups = [_loadable(group, optimizer.defaults) for group in given["param_groups"]]
-        taken.update(given, param_groups=groups)
+        # As torch does it: which entry is whose says its place among the groups' keys. Distributed checkpoints have
+        # parameters' names for keys.
+        places = {key: i for i, key in enumerate(chain.from_iterable(group["params"] for group in groups))}
+        state = {places.get(key, key): entry for key, entry in given["state"].items()}
+        taken.update(given, param_groups=groups, state=state)
         check(taken)
         return {**taken, "state": {}}
 
@@ -89,7 +94,9 @@ def _loadable(group: StateDict, defaults: Mapping[str, Any]) -> StateDict:
     """A saved group without torch's ways to run AdamW, which are not ours, and with the keys of later versions."""
     for key in ("lr", "betas", "eps", "weight_decay"):
         if key not in group:
-            raise ArgumentError(f"a group of the state dict has no {key!r}; accepted: groups of AdamW or Adam")
+            raise ArgumentError(
+                f"a group of the state dict has no {key!r}; accepted: groups of AdamW or Adam"
+            )
     later = {key: defaults[key] for key in ("maximize", "decoupled_weight_decay", "amsgrad")}
     ways = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
     return {**later, **group, **ways}

@@ -81,7 +81,7 @@ fn main() {
     // SAFETY: as above.
     unsafe {
         time("norm of bf16", len, 2, || {
-            assert!(!stats_on(&pool, isa, span.grad, Dtype::Bf16, len).non_finite)
+            assert!(!stats_on(&pool, isa, span.grad, Dtype::Bf16, len).non_finite);
         });
         let mut add = |first| {
             accumulate_on(&pool, isa, out.as_mut_ptr().cast(), span.grad, Dtype::Bf16, len, first);
