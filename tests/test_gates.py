@@ -9,6 +9,7 @@ import gc
 import io
 import pickle
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -43,6 +44,7 @@ from models import (
     unattached,
 )
 from zenflow import ZenFlowAdamW
+from zenflow.matrix import ParameterMatrix
 
 Build = Callable[[], nn.Module]
 STEPS = range(10)
@@ -320,8 +322,11 @@ def test_a_block_under_two_names() -> None:
     assert "blocks.2" not in gated(optimizer)
 
 
+@pytest.mark.parametrize("warm_up", [0, 3])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_modules_that_a_step_does_not_use(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_a_step_does_not_use(
+    staleness: int, warm_up: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Experts by turns, with slots for hardly more than one bucket: idle ones must not fill the slots."""
     turns = [[0], [1], [0, 1, 2], [2], [2], [1, 0], [0], [0], [1], [2], [0, 1, 2], [1]]
 
@@ -333,7 +338,9 @@ def test_modules_that_a_step_does_not_use(staleness: int, monkeypatch: pytest.Mo
 
         build = attached if with_gates else unattached
         with slow_host(monkeypatch, 0.0001):
-            optimizer = build(model, staleness=staleness, max_staging_bytes=20_000)
+            optimizer = build(
+                model, staleness=staleness, full_warm_up_rounds=warm_up, max_staging_bytes=20_000
+            )
         trace = train(model, optimizer, range(len(turns)), before=route)
         optimizer.synchronize()
         return trace, model
@@ -451,6 +458,13 @@ def test_forwards_of_many_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     with slow_host(monkeypatch):
         optimizer = attached(model)
     other = unattached(plain)
+    write = ParameterMatrix.write_rows
+
+    def slowly(matrix: ParameterMatrix, start: int, stop: int, values: Tensor) -> None:
+        time.sleep(0.002)  # another thread runs, and must not take the weight for landed
+        write(matrix, start, stop, values)
+
+    monkeypatch.setattr(ParameterMatrix, "write_rows", slowly)
     for step in range(6):
         train(model, optimizer, [step])
         train(plain, other, [step])

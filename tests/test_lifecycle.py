@@ -151,7 +151,7 @@ def test_20_optimizers_leave_neither_memory_nor_threads(how: str) -> None:
     if how == "dropped":
         gc.disable()
     try:
-        for _ in range(20):
+        for _ in range(20 if how != "collected" else 8):  # a collection looks at all of torch
             life()
             if how == "collected":
                 gc.collect()

@@ -117,7 +117,7 @@ def _check_own(entry: StateDict, param: Tensor, name: str) -> None:
                 raise refuse(key, f"indices of its {cols} columns")
     if "column_importance" in entry and entry["column_importance"].shape != (cols,):
         raise refuse("column_importance", f"one number for each of its {cols} columns")
-    stripes = entry["pending_lr_sum"].shape if "pending_lr_sum" in entry else ()
+    stripes: tuple[int, ...] = entry["pending_lr_sum"].shape if "pending_lr_sum" in entry else ()
     for key in ("pending_lr_sum", "pending_decay", "late_stripes"):
         if key not in entry:
             continue

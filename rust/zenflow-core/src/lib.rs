@@ -18,6 +18,7 @@ pub mod norm;
 pub mod pool;
 pub mod process;
 pub mod ring;
+pub mod roofline;
 pub mod sync;
 pub mod ticket;
 pub mod topology;

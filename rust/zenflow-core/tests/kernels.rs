@@ -182,6 +182,30 @@ on_every_isa! {
     }
 }
 
+/// The formula as `adam/kernel.rs` states it, one float at a time, to the bit: what is fused and what isn't is part of
+/// the promise, since a checkpoint made by one version must go on the same under the next.
+#[test]
+fn the_formula_is_pinned() {
+    check(48, any_case(false), |case| {
+        let (s, got) = (case.scalars, case.run(Isa::detect(), &[]));
+        for (i, g) in decode(case.grad_dtype, &case.grad).into_iter().enumerate() {
+            let (w, m, v) = (case.master[i], case.exp_avg[i], case.exp_avg_sq[i]);
+            let mut g = s.grad_scale * g;
+            if case.entry == Entry::AdamL2 {
+                g = s.l2.mul_add(w, g);
+            }
+            let m = (g - m).mul_add(s.one_minus_beta1, m);
+            let v = g.mul_add(g, -v).mul_add(s.one_minus_beta2, v);
+            let d = v.sqrt().mul_add(s.inv_sqrt_bias2, s.eps);
+            let moved = w - (m / d).mul_add(s.step_size, w * s.decay);
+            let w = if case.entry == Entry::Moments { w } else { moved };
+            let want = [w, m, v].map(f32::to_bits);
+            prop_assert_eq!([got.master[i], got.exp_avg[i], got.exp_avg_sq[i]], want, "element {}", i);
+        }
+        Ok(())
+    });
+}
+
 /// One step pending is `AdamW`, to the bit; several are one move by their sum.
 #[test]
 fn a_close_after_one_step_is_adamw() {

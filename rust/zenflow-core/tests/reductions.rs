@@ -186,9 +186,12 @@ fn same_bits_from_every_cut_and_pool() {
 
 #[test]
 fn pairwise_sum_splits_at_powers_of_two() {
-    let x = [1.0, 1e-16, 1e-16, 1.0, 1e-16, 1e-16, 3.0];
-    let want = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + x[6]);
-    assert_eq!(pairwise_sum(&x).to_bits(), f64::to_bits(want));
+    // 1 swallows half an epsilon, but not two that were added together first: two to the left, one to the right.
+    let half = f64::EPSILON / 2.0;
+    assert_eq!(pairwise_sum(&[half, half, 1.0]).to_bits(), (1.0 + f64::EPSILON).to_bits());
+    assert_eq!(pairwise_sum(&[1.0, half, half]).to_bits(), 1.0f64.to_bits());
+    // Four to the left, of which two and two.
+    assert_eq!(pairwise_sum(&[1.0, 0.0, half, half, 0.0]).to_bits(), (1.0 + f64::EPSILON).to_bits());
     assert_eq!(pairwise_sum(&[]).to_bits(), 0.0f64.to_bits());
     assert_eq!(norm::pairwise_sum(&[5.0]).to_bits(), 5.0f64.to_bits());
 }

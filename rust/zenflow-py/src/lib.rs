@@ -8,6 +8,7 @@ mod adam;
 mod engine;
 mod error;
 mod pool;
+mod roofline;
 mod tensor;
 
 use pyo3::prelude::*;
@@ -42,6 +43,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<engine::HostArray>()?;
     module.add_function(wrap_pyfunction!(adam::grad_stats, module)?)?;
     module.add_function(wrap_pyfunction!(adam::accumulate, module)?)?;
+    module.add_function(wrap_pyfunction!(roofline::roofline, module)?)?;
     module.add_function(wrap_pyfunction!(isas, module)?)?;
     module.add_function(wrap_pyfunction!(all_cores, module)?)?;
     module.add_function(wrap_pyfunction!(default_cores, module)?)?;

@@ -73,7 +73,7 @@ def _draw_steps(axes: Axes, summaries: list[Summary]) -> None:
     axes.set_yticks(rows, [recipe.label for recipe in FINE_TUNING])
     # The first run on top, and room for the legend below the last.
     axes.set_ylim(len(summaries) + 0.1, -0.6)
-    axes.set_xlim(0, 1.65 * max(totals))
+    axes.set_xlim(0, 1.75 * max(totals))
     axes.set_title("Time of a step (median)", loc="left")
     axes.set_xlabel("milliseconds")
     axes.legend(frameon=False, loc="lower left", ncols=2)

@@ -61,8 +61,8 @@ class Settings:
 
     """
 
-    steps: int = 240
-    pretrain_steps: int = 480
+    steps: int = 200
+    pretrain_steps: int = 400
     seed: int = 0
     threads: int = 1
     width: int = 128

@@ -1,9 +1,9 @@
 //! Adam, in one pass over memory.
 //!
-//! The module `kernel` holds the formula and the one algorithm; this file its border. [`update`] takes addresses, for the
-//! engine; [`update_slices`] takes slices, checks them and is safe; [`run_jobs`] cuts many updates into even pieces
-//! and runs them on a thread pool. All three give the same bits, on every ISA, thread count and slicing, because
-//! nothing in the formula crosses from one element to another.
+//! The module `kernel` holds the formula and the one algorithm; this file its border. [`update`] takes addresses,
+//! for the engine; [`update_slices`] takes slices, checks them and is safe; [`run_jobs`] cuts many updates into even
+//! pieces and runs them on a thread pool. All three give the same bits, on every ISA, thread count and slicing,
+//! because nothing in the formula crosses from one element to another.
 
 mod jobs;
 mod kernel;

@@ -1,0 +1,81 @@
+"""The arrays of an AdamW update, where every contender starts from the same numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memory import Memory, noise, tile
+from oracle import HYPER, K, adamw64, check_bits, check_close, sample
+from zenflow import _core
+
+WEIGHT, EXP_AVG, EXP_AVG_SQ, GRAD = (
+    noise(seed, scale) for seed, scale in enumerate((0.02, 1e-3, 1e-3, 1e-2))
+)
+EXP_AVG_SQ.square_().add_(1e-8)
+
+#: What the kernel takes a group to be: hyper-parameters, gradient scale, decoupled decay.
+GROUP = (HYPER, 1.0, True)
+
+
+class AdamArrays:
+    """fp32 ``weight``, ``exp_avg`` and ``exp_avg_sq``; ``grad`` in its dtype; ``out``, the weight in 16 bits, or None.
+
+    ``grad32`` is what peers need that take a gradient only in fp32; it is ``grad`` itself where that is fp32.
+    """
+
+    def __init__(self, memory: Memory, numel: int, dtype: torch.dtype) -> None:
+        self.numel = numel
+        self.weight, self.exp_avg, self.exp_avg_sq, self.grad32 = (
+            memory.empty(numel, torch.float32) for _ in range(4)
+        )
+        narrow = dtype != torch.float32
+        self.grad = memory.empty(numel, dtype) if narrow else self.grad32
+        self.out = memory.empty(numel, dtype) if narrow else None
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the start."""
+        for array, block in (
+            (self.weight, WEIGHT),
+            (self.exp_avg, EXP_AVG),
+            (self.exp_avg_sq, EXP_AVG_SQ),
+            (self.grad, GRAD),
+        ):
+            tile(array, block)
+        if self.out is not None:
+            self.out.zero_()
+            self.grad32.zero_()
+
+    def check(self, name: str) -> None:
+        """All are what update ``K`` makes of the start."""
+        at = sample(self.numel)
+        block = at % WEIGHT.numel()
+        grad = GRAD[block].to(self.grad.dtype)
+        start = [part[block].double() for part in (WEIGHT, EXP_AVG, EXP_AVG_SQ)]
+        weight, exp_avg, exp_avg_sq = adamw64(*start, grad.double(), K)
+        check_bits(f"{name}: grad", self.grad[at], grad)
+        check_close(f"{name}: exp_avg", self.exp_avg[at], exp_avg, moved=1e-3)
+        check_close(f"{name}: exp_avg_sq", self.exp_avg_sq[at], exp_avg_sq, moved=1e-5)
+        check_close(f"{name}: weight", self.weight[at], weight, moved=HYPER[0])
+        if self.out is not None:
+            check_bits(f"{name}: out", self.out[at], self.weight[at].to(self.out.dtype))
+
+    def roofline(self, pool: _core.Pool) -> None:
+        """A pass over the same arrays."""
+        _core.roofline(pool, self.grad, [self.weight, self.exp_avg, self.exp_avg_sq], self.out)
+
+    def tensors(self) -> _core.AdamTensors:
+        """The arrays as the kernel takes them."""
+        narrow = self.out is not None
+        return _core.AdamTensors(
+            [self.out if narrow else self.weight],
+            [self.weight if narrow else None],
+            [self.exp_avg],
+            [self.exp_avg_sq],
+        )
+
+
+def split(array: Tensor, count: int) -> list[Tensor]:
+    """``count`` views of one length."""
+    return list(array.view(count, -1).unbind())

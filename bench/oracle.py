@@ -1,0 +1,54 @@
+"""What the work has to give, in float64 from the papers' equations, on a sample of the elements."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: lr, beta1, beta2, eps, weight_decay
+HYPER = (1e-3, 0.9, 0.999, 1e-8, 1e-2)
+#: The update that is timed, the eleventh: bias corrections that are neither 1 nor nothing.
+K = 11
+
+_SAMPLED = 100_000
+
+
+def sample(numel: int) -> Tensor:
+    """Elements to look at: all of a small array; of a large one both ends and 100,000 in between."""
+    if numel <= _SAMPLED:
+        return torch.arange(numel)
+    ends = torch.arange(1000)
+    between = torch.randint(numel, (_SAMPLED,), generator=torch.Generator().manual_seed(5))
+    return torch.cat([ends, numel - 1 - ends, between])
+
+
+def moments64(m: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The moments after gradient ``g``; everything float64."""
+    _, beta1, beta2, _, _ = HYPER
+    return beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+
+
+def adamw64(w: Tensor, m: Tensor, v: Tensor, g: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Weight and moments after update ``k`` of AdamW (Loshchilov and Hutter, arXiv 1711.05101); all float64."""
+    lr, beta1, beta2, eps, weight_decay = HYPER
+    m, v = moments64(m, v, g)
+    direction = (m / (1 - beta1**k)) / ((v / (1 - beta2**k)).sqrt() + eps)
+    return w * (1 - lr * weight_decay) - lr * direction, m, v
+
+
+def check_close(name: str, got: Tensor, expected: Tensor, moved: float = 0.0) -> None:
+    """Within a few roundings to fp32 of float64; of what ``moved``, within 1e-5 of that."""
+    wrong = (got.double() - expected).abs()
+    allowed = 2**-22 * expected.abs() + 1e-5 * moved + 1e-12
+    worst = int((wrong - allowed).argmax())
+    assert wrong[worst] <= allowed[worst], (
+        f"{name}: {got[worst]!r} at sampled element {worst}, float64 says {expected[worst]!r}"
+    )
+
+
+def check_bits(name: str, got: Tensor, expected: Tensor) -> None:
+    """Equal, bit for bit, and of one dtype."""
+    integer = {2: torch.int16, 4: torch.int32}[expected.element_size()]
+    assert got.dtype == expected.dtype, f"{name}: {got.dtype}"
+    differ = int((got.view(integer) != expected.view(integer)).sum())
+    assert not differ, f"{name}: {differ} of {got.numel()} elements differ"
