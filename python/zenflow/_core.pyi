@@ -26,7 +26,12 @@ _Row: TypeAlias = tuple[int, int, int | None, bool]
 @final
 class Pool:
     def __new__(
-        cls, cores: Sequence[int] | None = None, *, pin: bool = True, isa: str | None = None
+        cls,
+        cores: Sequence[int] | None = None,
+        *,
+        threads: int | None = None,
+        pin: bool = True,
+        isa: str | None = None,
     ) -> Pool: ...
     @property
     def threads(self) -> int: ...
