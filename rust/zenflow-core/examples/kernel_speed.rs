@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use memmap2::{Advice, MmapMut};
 use zenflow_core::accumulate::accumulate_on;
-use zenflow_core::adam::{run_jobs, Entry, Job, Span, DEFAULT_CHUNK};
-use zenflow_core::dtype::Dtype;
+use zenflow_core::adam::{run_jobs, Entry, Job, Span, WeightFormat, DEFAULT_CHUNK};
+use zenflow_core::dtype::{Dtype, StateDtype};
 use zenflow_core::hyper::{Hyper, Scalars};
 use zenflow_core::isa::Isa;
 use zenflow_core::norm::stats_on;
@@ -53,18 +53,22 @@ fn main() {
     println!("{len} elements, {threads} threads, {isa}");
     let [mut w, mut m, mut v, mut g] = [(); 4].map(|()| memory(len * 4));
     let mut out = memory(len * 4);
+    let mut scales = memory(4 * StateDtype::Int8.scales(len));
     for (i, word) in g.chunks_exact_mut(2).enumerate() {
         word.copy_from_slice(&half::bf16::from_f32(((i * 37 % 101) as f32 - 50.0) * 1e-3).to_ne_bytes());
     }
+    let bf16 = WeightFormat::Master(Dtype::Bf16);
     let span = Span {
-        master: w.as_mut_ptr().cast(),
-        exp_avg: m.as_mut_ptr().cast(),
-        exp_avg_sq: v.as_mut_ptr().cast(),
+        master: w.as_mut_ptr(),
+        exp_avg: m.as_mut_ptr(),
+        exp_avg_sq: v.as_mut_ptr(),
+        scales: scales.as_mut_ptr().cast(),
         grad: g.as_mut_ptr(),
-        grad_dtype: Dtype::Bf16,
+        grad_dtype: Dtype::Bf16.into(),
         out: out.as_mut_ptr(),
-        out_dtype: Dtype::Bf16,
+        weight: bf16,
         len,
+        ..Span::default()
     };
     let hyper = Hyper::default();
     let job = |entry, span| Job { span, scalars: Scalars::adamw(&hyper, 10, 1.0), entry };
@@ -74,9 +78,16 @@ fn main() {
     let many: Vec<Job> = (0..len / 4096).map(|i| job(Entry::Move, span.slice(i * 4096, 4096))).collect();
     time("the same in tensors of 4,096", len, 28, || adam(&many));
     time("moments only, bf16", len, 18, || adam(&[job(Entry::Moments, span)]));
-    let half = Span { grad_dtype: Dtype::F16, out_dtype: Dtype::F16, ..span };
+    for (name, state_dtype, moments) in [("bf16", StateDtype::Bf16, 8), ("8-bit", StateDtype::Int8, 4)] {
+        let lean = Span { state_dtype, ..span };
+        time(&format!("moments only, {name}"), len, 2 + moments, || adam(&[job(Entry::Moments, lean)]));
+        time(&format!("offload pass, {name}"), len, 12 + moments, || adam(&[job(Entry::Move, lean)]));
+        let split = Span { weight: WeightFormat::Split, ..lean };
+        time(&format!("split weight, {name}"), len, 10 + moments, || adam(&[job(Entry::Move, split)]));
+    }
+    let half = Span { grad_dtype: Dtype::F16.into(), weight: WeightFormat::Master(Dtype::F16), ..span };
     time("offload pass, fp16", len, 28, || adam(&[job(Entry::Move, half)]));
-    let plain = Span { grad_dtype: Dtype::F32, out: std::ptr::null_mut(), ..span };
+    let plain = Span { grad_dtype: Dtype::F32.into(), out: std::ptr::null_mut(), ..span };
     time("AdamW in place, fp32", len, 28, || adam(&[job(Entry::Move, plain)]));
     // SAFETY: as above.
     unsafe {

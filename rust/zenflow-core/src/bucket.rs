@@ -10,20 +10,22 @@
 
 use std::sync::Arc;
 
-use crate::adam::{Entry, Job, Span};
-use crate::dtype::Dtype;
+use crate::adam::{Entry, Job, Moments, Span, WeightFormat, BLOCK};
+use crate::dtype::{Dtype, StateDtype};
 use crate::error::{Error, Result};
 use crate::hyper::{Hyper, Pending, Scalars};
 use crate::memory::{HostBuffer, ALIGNMENT};
 
-/// The fp32 state of one parameter, 12 bytes an element: master weight, `exp_avg` and `exp_avg_sq`, one after the
-/// other in one mapping, since the system bounds the number of those.
+/// The state of one parameter: fp32 master weight, `exp_avg` and `exp_avg_sq` in their format, and that format's
+/// scales, one after the other in one mapping, since the system bounds the number of those. 12 bytes an element in
+/// float32, 8 in bfloat16, 6 and 1/32 in 8 bits.
 #[derive(Debug)]
 pub struct HostState {
     memory: HostBuffer,
     numel: usize,
-    /// Elements from one array to the next.
-    stride: usize,
+    dtype: StateDtype,
+    /// Bytes from one array to the next: of the master, and of a moment.
+    strides: [usize; 2],
 }
 
 impl HostState {
@@ -31,13 +33,21 @@ impl HostState {
     ///
     /// Forked children don't get it: their copy would cost the parent a copy of every page that it writes. Nothing in
     /// a child reaches it, since every use of the engine there is refused first.
-    pub fn new(numel: usize) -> Result<Self> {
+    pub fn new(numel: usize, dtype: StateDtype) -> Result<Self> {
         let too_many = || Error::invalid("numel", numel, "a number of elements whose bytes can be addressed");
-        let stride = numel.checked_next_multiple_of(ALIGNMENT / 4).ok_or_else(too_many)?;
-        let bytes = stride.checked_mul(12).ok_or_else(too_many)?;
+        let aligned = |size: usize| {
+            let bytes = numel.checked_mul(size)?.checked_next_multiple_of(ALIGNMENT)?;
+            bytes.checked_add(stagger(bytes))
+        };
+        let sizes = || {
+            let (master, moment) = (aligned(4)?, aligned(dtype.size())?);
+            let bytes = moment.checked_mul(2)?.checked_add(master)?.checked_add(4 * dtype.scales(numel))?;
+            Some(([master, moment], bytes))
+        };
+        let (strides, bytes) = sizes().ok_or_else(too_many)?;
         let mut memory = HostBuffer::new(bytes, "an fp32 master weight with its exp_avg and exp_avg_sq")?;
         memory.withhold_from_children();
-        Ok(Self { memory, numel, stride })
+        Ok(Self { memory, numel, dtype, strides })
     }
 
     /// Elements of each array.
@@ -46,7 +56,13 @@ impl HostState {
         self.numel
     }
 
-    /// The memory of all three arrays.
+    /// Format of the moments.
+    #[must_use]
+    pub fn dtype(&self) -> StateDtype {
+        self.dtype
+    }
+
+    /// The memory of all arrays.
     #[must_use]
     pub fn memory(&self) -> &HostBuffer {
         &self.memory
@@ -55,24 +71,46 @@ impl HostState {
     /// First element of the master weight.
     #[must_use]
     pub fn master(&self) -> *mut f32 {
-        self.array(0)
+        self.memory.as_ptr().cast()
     }
 
-    /// First element of the first moment.
+    /// Both moments.
     #[must_use]
-    pub fn exp_avg(&self) -> *mut f32 {
-        self.array(1)
+    pub fn moments(&self) -> Moments {
+        let [master, moment] = self.strides;
+        let at = |bytes: usize| self.memory.as_ptr().wrapping_add(bytes);
+        Moments {
+            exp_avg: at(master),
+            exp_avg_sq: at(master + moment),
+            scales: at(master + 2 * moment).cast(),
+            dtype: self.dtype,
+        }
     }
 
-    /// First element of the second moment.
+    /// Elements `start..start + len` as a kernel takes them, without gradient and output.
     #[must_use]
-    pub fn exp_avg_sq(&self) -> *mut f32 {
-        self.array(2)
+    pub fn span(&self, start: usize, len: usize) -> Span {
+        let Moments { exp_avg, exp_avg_sq, scales, dtype } = self.moments();
+        let whole = Span {
+            master: self.master().cast(),
+            exp_avg,
+            exp_avg_sq,
+            scales,
+            state_dtype: dtype,
+            len: self.numel,
+            ..Span::default()
+        };
+        whole.slice(start, len)
     }
+}
 
-    #[allow(clippy::cast_ptr_alignment)] // a mapping starts on a page
-    fn array(&self, position: usize) -> *mut f32 {
-        self.memory.as_ptr().cast::<f32>().wrapping_add(position * self.stride)
+/// Bytes between one array and the next. Arrays of a power-of-two size would otherwise lie a power of two apart, and
+/// their streams fight for the same cache sets and memory banks: another page, another set, another line.
+fn stagger(bytes: usize) -> usize {
+    match bytes {
+        0..0x1000 => 0,
+        0x1000..0x10_0000 => 0x400 + ALIGNMENT,
+        _ => 0x1_0000 + 0x400 + ALIGNMENT,
     }
 }
 
@@ -157,6 +195,13 @@ impl Bucket {
                     "ranges inside their parameter",
                 ));
             }
+            if state.dtype() == StateDtype::Int8 && start % BLOCK != 0 {
+                return Err(Error::invalid(
+                    "segments",
+                    format!("{start}..{start}+{len}"),
+                    "ranges that start at a multiple of 256 elements, where the moments have 8 bits",
+                ));
+            }
             bucket.segments.push(Segment {
                 state,
                 start,
@@ -226,7 +271,7 @@ impl Bucket {
                 Action::Close => {
                     (Entry::Move, Scalars::close(hyper, progress.k, progress.pending, grad_scale))
                 }
-                _ => (Entry::Moments, Scalars::moments(hyper, grad_scale)),
+                _ => (Entry::Moments, Scalars::moments(hyper, progress.k, grad_scale)),
             };
             let out = if entry == Entry::Move {
                 progress.pending = Pending::default();
@@ -236,14 +281,11 @@ impl Bucket {
             };
             let grad = transfer.grad.wrapping_add(segment.offset * transfer.grad_dtype.size());
             let span = Span {
-                master: segment.state.master().wrapping_add(segment.start),
-                exp_avg: segment.state.exp_avg().wrapping_add(segment.start),
-                exp_avg_sq: segment.state.exp_avg_sq().wrapping_add(segment.start),
                 grad,
-                grad_dtype: transfer.grad_dtype,
+                grad_dtype: transfer.grad_dtype.into(),
                 out,
-                out_dtype: transfer.out_dtype,
-                len: segment.len,
+                weight: WeightFormat::Master(transfer.out_dtype),
+                ..segment.state.span(segment.start, segment.len)
             };
             jobs.push(Job { span, scalars, entry });
         }

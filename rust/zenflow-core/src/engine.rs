@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::bucket::{Action, Bucket, HostState, Progress};
 use crate::doorbell::Doorbell;
+use crate::dtype::StateDtype;
 use crate::error::{Error, Result};
 use crate::isa::Isa;
 use crate::pool::Pool;
@@ -155,9 +156,9 @@ impl Engine {
     }
 
     /// Zero state for a parameter of `numel` elements, its pages touched by the pool's threads.
-    pub fn add_parameter(&self, numel: usize) -> Result<u32> {
+    pub fn add_parameter(&self, numel: usize, dtype: StateDtype) -> Result<u32> {
         self.check()?;
-        let state = HostState::new(numel)?;
+        let state = HostState::new(numel, dtype)?;
         state.memory().first_touch(self.shared.pool.checked()?);
         let mut registry = self.shared.registry_mut();
         registry.states.push(Arc::new(state));
@@ -458,7 +459,7 @@ mod tests {
     #[test]
     fn a_panic_in_the_worker_poisons_the_engine_and_wakes_the_waiter() {
         let engine = Engine::new(EngineConfig { threads: Some(1), ..EngineConfig::default() }).unwrap();
-        let parameter = engine.add_parameter(10).unwrap();
+        let parameter = engine.add_parameter(10, StateDtype::F32).unwrap();
         let bucket = engine.add_bucket(&[(parameter, 0, 10)]).unwrap();
         let mut memory = vec![0_u64; 64];
         let offset = memory.as_ptr().align_offset(64);

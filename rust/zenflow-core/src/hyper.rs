@@ -64,6 +64,15 @@ pub fn power(beta: f64, mut k: u64) -> f64 {
     result
 }
 
+/// The seed of stochastic rounding in update `k`: `SplitMix64` (Steele, Lea and Flood 2014).
+#[must_use]
+pub fn seed(k: u64) -> u32 {
+    let mut x = k.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    (x ^ (x >> 31)) as u32
+}
+
 /// What a weight still has to move since it last did: `w <- (1 - decay) w - lr_sum u`.
 ///
 /// The default, nothing, is what a close leaves behind.
@@ -103,13 +112,16 @@ pub struct Scalars {
     pub decay: f32,
     /// Factor of the weight in the gradient; only [`Entry::AdamL2`](crate::adam::Entry::AdamL2) reads it.
     pub l2: f32,
+    /// Seed of stochastic rounding; the same for every parameter at its update `k`.
+    pub seed: u32,
 }
 
 impl Scalars {
-    /// For a step that only updates the moments.
+    /// For the `k`-th update of the moments (from 1) and no move.
     #[must_use]
-    pub fn moments(hyper: &Hyper, grad_scale: f64) -> Self {
+    pub fn moments(hyper: &Hyper, k: u64, grad_scale: f64) -> Self {
         Self {
+            seed: seed(k),
             grad_scale: grad_scale as f32,
             one_minus_beta1: (1.0 - hyper.beta1) as f32,
             one_minus_beta2: (1.0 - hyper.beta2) as f32,
@@ -126,7 +138,7 @@ impl Scalars {
             eps: hyper.eps as f32,
             step_size: (pending.lr_sum / (1.0 - power(hyper.beta1, k))) as f32,
             decay: pending.decay as f32,
-            ..Self::moments(hyper, grad_scale)
+            ..Self::moments(hyper, k, grad_scale)
         }
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use zenflow_core::adam::{update_slices, Entry, Grad, Out};
 use zenflow_core::bucket::{Action, Progress};
-use zenflow_core::dtype::Dtype;
+use zenflow_core::dtype::{Dtype, StateDtype};
 use zenflow_core::engine::{Engine, EngineConfig, SLOT_HEADER};
 use zenflow_core::hyper::{Hyper, Pending, Scalars};
 use zenflow_core::isa::Isa;
@@ -49,7 +49,7 @@ struct Lane {
 impl Lane {
     #[allow(clippy::cast_ptr_alignment)] // 64-byte aligned by `staging`
     fn new(engine: &Engine, numel: usize) -> Self {
-        let parameter = engine.add_parameter(numel).unwrap();
+        let parameter = engine.add_parameter(numel, StateDtype::F32).unwrap();
         let half = numel / 2;
         let bucket = engine.add_bucket(&[(parameter, 0, half), (parameter, half, numel - half)]).unwrap();
         let (down, up) = (staging(SLOT_HEADER + 4 * numel), staging(4 * numel));
@@ -92,7 +92,7 @@ impl Lane {
 
     fn state(&self, engine: &Engine) -> [Vec<f32>; 3] {
         let state = engine.idle_state(self.parameter).unwrap();
-        [state.master(), state.exp_avg(), state.exp_avg_sq()].map(|array| {
+        [state.master(), state.moments().exp_avg.cast(), state.moments().exp_avg_sq.cast()].map(|array| {
             // SAFETY: idle, `numel` fp32 elements.
             unsafe { std::slice::from_raw_parts(array, self.numel) }.to_vec()
         })
@@ -123,7 +123,7 @@ fn expected(numel: usize, steps: usize) -> [Vec<f32>; 3] {
         let (entry, scalars) = if step % 4 == 0 {
             (Entry::Move, Scalars::close(&hyper, step as u64, std::mem::take(&mut pending), 0.5))
         } else {
-            (Entry::Moments, Scalars::moments(&hyper, 0.5))
+            (Entry::Moments, Scalars::moments(&hyper, step as u64, 0.5))
         };
         let gradient = gradient(numel, step);
         update_slices(
@@ -212,7 +212,7 @@ fn an_urgent_ticket_waits_for_its_own_buckets_background_work() {
     pending.advance(0.01, 0.1);
     pending.advance(0.02, 0.1);
     for (step, entry, scalars) in [
-        (1, Entry::Moments, Scalars::moments(&hyper(0.01), 0.5)),
+        (1, Entry::Moments, Scalars::moments(&hyper(0.01), 1, 0.5)),
         (2, Entry::Move, Scalars::close(&hyper(0.02), 2, pending, 0.5)),
     ] {
         let gradient = gradient(lane.numel, step);
@@ -326,7 +326,7 @@ fn close_finishes_what_was_rung_and_drops_what_was_not() {
     engine.close().unwrap();
     engine.close().unwrap();
     // SAFETY: the worker has ended.
-    let moment = unsafe { std::slice::from_raw_parts(state.exp_avg(), 4096) };
+    let moment = unsafe { std::slice::from_raw_parts(state.moments().exp_avg.cast::<f32>(), 4096) };
     assert!(moment.iter().any(|&m| m != 0.0));
     assert!(matches!(engine.poll(), Err(Error::Closed)));
     assert!(engine.stats().is_ok());

@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use support::{any_case, bits, decode, encode, hyper, Case, Rng};
-use zenflow_core::adam::{run_jobs, update, update_slices, Entry, Grad, Job, Out, Span};
+use zenflow_core::adam::{run_jobs, update, update_slices, Entry, Grad, Job, Out, Span, WeightFormat};
 use zenflow_core::dtype::Dtype;
 use zenflow_core::hyper::{power, Hyper, Pending, Scalars};
 use zenflow_core::isa::Isa;
@@ -40,7 +40,7 @@ on_every_isa! {
         check(48, inputs, |(mut case, k, scale)| {
             let hyper = hyper();
             case.scalars = match case.entry {
-                Entry::Moments => Scalars::moments(&hyper, scale),
+                Entry::Moments => Scalars::moments(&hyper, k, scale),
                 Entry::Move => Scalars::adamw(&hyper, k, scale),
                 Entry::AdamL2 => Scalars::adam_l2(&hyper, k, scale),
             };
@@ -84,7 +84,7 @@ on_every_isa! {
     fn moments_alone_are_the_same(isa: Isa) {
         check(48, any_case(true), |case| {
             let moving = Case { entry: Entry::Move, scalars: Scalars::adamw(&hyper(), 9, 0.7), ..case.clone() };
-            let still = Case { entry: Entry::Moments, scalars: Scalars::moments(&hyper(), 0.7), ..case };
+            let still = Case { entry: Entry::Moments, scalars: Scalars::moments(&hyper(), 9, 0.7), ..case };
             let (moving, still_out) = (moving.run(isa, &[]), still.run(isa, &[]));
             prop_assert_eq!(&moving.exp_avg, &still_out.exp_avg);
             prop_assert_eq!(&moving.exp_avg_sq, &still_out.exp_avg_sq);
@@ -240,7 +240,7 @@ fn a_close_moves_by_all_that_is_pending() {
         let (entry, scalars) = if last {
             (Entry::Move, Scalars::close(&hyper, k, pending, 1.0))
         } else {
-            (Entry::Moments, Scalars::moments(&hyper, 1.0))
+            (Entry::Moments, Scalars::moments(&hyper, k, 1.0))
         };
         let master: &mut [f32] = if last { &mut w } else { &mut [] };
         update_slices(Isa::detect(), entry, &scalars, master, &mut m, &mut v, Grad::F32(&grad), Out::None)
@@ -283,14 +283,15 @@ fn jobs_give_the_same_bits_on_any_pool() {
         let (mut w, mut m, mut v) = (start.clone(), start.clone(), squares.clone());
         let mut out = vec![bf16::ZERO; total];
         let span = Span {
-            master: w.as_mut_ptr(),
-            exp_avg: m.as_mut_ptr(),
-            exp_avg_sq: v.as_mut_ptr(),
+            master: w.as_mut_ptr().cast(),
+            exp_avg: m.as_mut_ptr().cast(),
+            exp_avg_sq: v.as_mut_ptr().cast(),
             grad: grad.as_ptr().cast(),
-            grad_dtype: Dtype::Bf16,
+            grad_dtype: Dtype::Bf16.into(),
             out: out.as_mut_ptr().cast(),
-            out_dtype: Dtype::Bf16,
+            weight: WeightFormat::Master(Dtype::Bf16),
             len: total,
+            ..Span::default()
         };
         let mut at = 0;
         let jobs: Vec<Job> = (1..)

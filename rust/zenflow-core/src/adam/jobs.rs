@@ -109,21 +109,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::dtype::Dtype;
 
     /// A job over made-up addresses whose `grad` counts its elements on the line; nothing behind them is touched.
     fn job(start: usize, len: usize) -> Job {
-        let null = ptr::null_mut();
-        let span = Span {
-            master: null,
-            exp_avg: null,
-            exp_avg_sq: null,
-            grad: ptr::without_provenance(start * 4),
-            grad_dtype: Dtype::F32,
-            out: ptr::null_mut(),
-            out_dtype: Dtype::F32,
-            len,
-        };
+        let span = Span { grad: ptr::without_provenance(start * 4), len, ..Span::default() };
         Job { span, scalars: Scalars::default(), entry: Entry::Moments }
     }
 

@@ -1,22 +1,40 @@
 //! Adam, in one pass over memory.
 //!
-//! The module `kernel` holds the formula and the one algorithm; this file its border. [`update`] takes addresses,
-//! for the engine; [`update_slices`] takes slices, checks them and is safe; [`run_jobs`] cuts many updates into even
-//! pieces and runs them on a thread pool. All three give the same bits, on every ISA, thread count and slicing,
-//! because nothing in the formula crosses from one element to another.
+//! The module `formula` holds the formula; `kernel` and `blocks` the two algorithms around it, for moments that are
+//! kept element by element and in blocks; `source`, `moment`, `codes` and `weight` the formats they are made of. This
+//! file is their border. [`update`] takes addresses, for the engine; [`update_slices`] takes slices, checks them and is
+//! safe; [`run_jobs`] cuts many updates into even pieces and runs them on a thread pool. All three give the same bits,
+//! on every ISA, thread count and slicing, because nothing crosses from one element (or block) to another.
 
+mod blocks;
+mod codes;
+mod convert;
+mod formula;
 mod jobs;
 mod kernel;
+mod moment;
+mod noise;
+mod pad;
 mod slices;
+mod source;
+mod weight;
 
+pub use codes::BLOCK;
+pub use convert::Moments;
 pub use jobs::{run_jobs, Job, DEFAULT_CHUNK};
 pub use slices::{update_slices, Grad, Out};
 
-use crate::dtype::Dtype;
+use std::ptr;
+
+use crate::dtype::{Dtype, StateDtype};
 use crate::hyper::Scalars;
 use crate::isa::Isa;
-use crate::simd::{dispatch, Bf16, Format, Nothing, Target, F16, F32};
+use crate::simd::{dispatch, Bf16, Nothing, F16, F32};
+use blocks::BlockUpdate;
 use kernel::Update;
+use moment::{Narrow, Wide};
+use source::{Int8, Source};
+use weight::{Master, Split, Still, Weight};
 
 /// What is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -29,23 +47,92 @@ pub enum Entry {
     AdamL2,
 }
 
+/// Elements that share a scale in [`GradDtype::Int8`].
+pub const GRAD_BLOCK: usize = 128;
+
+/// Format of a gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GradDtype {
+    /// Floats.
+    Float(Dtype),
+    /// Signed bytes; a float32 scale for every [`GRAD_BLOCK`] of them.
+    Int8,
+}
+
+impl GradDtype {
+    /// Bytes of one element, scales not counted.
+    #[must_use]
+    pub const fn size(self) -> usize {
+        match self {
+            Self::Float(dtype) => dtype.size(),
+            Self::Int8 => 1,
+        }
+    }
+}
+
+impl From<Dtype> for GradDtype {
+    fn from(dtype: Dtype) -> Self {
+        Self::Float(dtype)
+    }
+}
+
+/// How the weight that moves is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WeightFormat {
+    /// A float32 in `master`, and a copy rounded to nearest in `out`, unless that is null.
+    Master(Dtype),
+    /// A float32 in two halves, its bits plus 0x8000: the upper ones in `out` are the weight as bfloat16, the lower
+    /// ones are in `master`.
+    Split,
+}
+
+impl WeightFormat {
+    /// Bytes of an element of `master`.
+    #[must_use]
+    pub const fn master_size(self) -> usize {
+        match self {
+            Self::Master(_) => 4,
+            Self::Split => 2,
+        }
+    }
+
+    /// Bytes of an element of `out`.
+    #[must_use]
+    pub const fn out_size(self) -> usize {
+        match self {
+            Self::Master(dtype) => dtype.size(),
+            Self::Split => 2,
+        }
+    }
+}
+
 /// The memory of one update: parallel arrays of `len` elements each.
+///
+/// In [`StateDtype::Int8`] and [`GradDtype::Int8`] the first element begins a block.
 #[derive(Clone, Copy, Debug)]
 pub struct Span {
-    /// Master weight. Not touched, and may be null, in [`Entry::Moments`].
-    pub master: *mut f32,
+    /// Master weight, or its lower halves. Not touched, and may be null, in [`Entry::Moments`].
+    pub master: *mut u8,
     /// First moment.
-    pub exp_avg: *mut f32,
+    pub exp_avg: *mut u8,
     /// Second moment.
-    pub exp_avg_sq: *mut f32,
+    pub exp_avg_sq: *mut u8,
+    /// Format of both.
+    pub state_dtype: StateDtype,
+    /// Two scales a [`BLOCK`], the first and the second moment's, aligned as `f32`; only in [`StateDtype::Int8`].
+    pub scales: *mut f32,
     /// Gradient, only read.
     pub grad: *const u8,
     /// Its format.
-    pub grad_dtype: Dtype,
-    /// Gets the moved weight, rounded to nearest; null where none is wanted. Not touched in [`Entry::Moments`].
+    pub grad_dtype: GradDtype,
+    /// One scale a [`GRAD_BLOCK`]; only in [`GradDtype::Int8`].
+    pub grad_scales: *const f32,
+    /// Gets the moved weight; null where none is wanted. Not touched in [`Entry::Moments`].
     pub out: *mut u8,
-    /// Its format.
-    pub out_dtype: Dtype,
+    /// Format of the weight in `master` and `out`.
+    pub weight: WeightFormat,
+    /// Number of the first element within its parameter: stochastic rounding depends on it.
+    pub position: u64,
     /// Elements of each array.
     pub len: usize,
 }
@@ -56,8 +143,28 @@ unsafe impl Send for Span {}
 // SAFETY: as above; a shared span gives away only copies of its addresses.
 unsafe impl Sync for Span {}
 
+impl Default for Span {
+    /// Nothing, in float32.
+    fn default() -> Self {
+        Self {
+            master: ptr::null_mut(),
+            exp_avg: ptr::null_mut(),
+            exp_avg_sq: ptr::null_mut(),
+            state_dtype: StateDtype::F32,
+            scales: ptr::null_mut(),
+            grad: ptr::null(),
+            grad_dtype: GradDtype::Float(Dtype::F32),
+            grad_scales: ptr::null(),
+            out: ptr::null_mut(),
+            weight: WeightFormat::Master(Dtype::F32),
+            position: 0,
+            len: 0,
+        }
+    }
+}
+
 impl Span {
-    /// The `len` elements from `start` on.
+    /// The `len` elements from `start` on; in formats of blocks `start` is a multiple of theirs.
     ///
     /// # Panics
     ///
@@ -69,14 +176,18 @@ impl Span {
             "elements {start}..{start}+{len} of a span of {}",
             self.len
         );
-        let out =
-            if self.out.is_null() { self.out } else { self.out.wrapping_add(start * self.out_dtype.size()) };
+        // Null stays null.
+        let out = if self.out.is_null() { 0 } else { start * self.weight.out_size() };
+        let scales = if self.scales.is_null() { 0 } else { self.state_dtype.scales(start) };
         Self {
-            master: self.master.wrapping_add(start),
-            exp_avg: self.exp_avg.wrapping_add(start),
-            exp_avg_sq: self.exp_avg_sq.wrapping_add(start),
+            master: self.master.wrapping_add(start * self.weight.master_size()),
+            exp_avg: self.exp_avg.wrapping_add(start * self.state_dtype.size()),
+            exp_avg_sq: self.exp_avg_sq.wrapping_add(start * self.state_dtype.size()),
+            scales: self.scales.wrapping_add(scales),
             grad: self.grad.wrapping_add(start * self.grad_dtype.size()),
-            out,
+            grad_scales: self.grad_scales.wrapping_add(start / GRAD_BLOCK),
+            out: self.out.wrapping_add(out),
+            position: self.position + start as u64,
             len,
             ..*self
         }
@@ -88,41 +199,67 @@ impl Span {
 /// # Safety
 ///
 /// `isa` is available. `grad` is readable and each array that `entry` writes is readable and writable for `len`
-/// elements, by nobody else meanwhile; no two of them overlap. Alignment is free: it only costs time.
+/// elements, by nobody else meanwhile; no two of them overlap. Alignment is free but for scales: it only costs time.
+/// [`GradDtype::Int8`] doesn't come with [`Entry::AdamL2`] or [`WeightFormat::Split`].
 pub unsafe fn update(isa: Isa, entry: Entry, scalars: &Scalars, span: &Span) {
     // SAFETY: the caller's promises, passed on; each arm reads and writes the formats the span names.
     unsafe {
         match span.grad_dtype {
-            Dtype::F32 => from::<F32>(isa, entry, scalars, span),
-            Dtype::Bf16 => from::<Bf16>(isa, entry, scalars, span),
-            Dtype::F16 => from::<F16>(isa, entry, scalars, span),
+            GradDtype::Float(Dtype::F32) => from::<F32>(isa, entry, scalars, span),
+            GradDtype::Float(Dtype::Bf16) => from::<Bf16>(isa, entry, scalars, span),
+            GradDtype::Float(Dtype::F16) => from::<F16>(isa, entry, scalars, span),
+            GradDtype::Int8 => from_codes(isa, entry, scalars, span),
         }
     }
 }
 
-/// [`update`], the gradient's format known.
-unsafe fn from<G: Format>(isa: Isa, entry: Entry, scalars: &Scalars, span: &Span) {
+/// [`update`], the gradient's format known to be `G`.
+unsafe fn from<G: Source>(isa: Isa, entry: Entry, scalars: &Scalars, span: &Span) {
     // SAFETY: as above.
     unsafe {
-        match (entry, span.out.is_null(), span.out_dtype) {
-            (Entry::Moments, ..) => run::<G, Nothing, false, false>(isa, scalars, span),
-            (Entry::Move, true, _) => run::<G, Nothing, true, false>(isa, scalars, span),
-            (Entry::Move, false, Dtype::F32) => run::<G, F32, true, false>(isa, scalars, span),
-            (Entry::Move, false, Dtype::Bf16) => run::<G, Bf16, true, false>(isa, scalars, span),
-            (Entry::Move, false, Dtype::F16) => run::<G, F16, true, false>(isa, scalars, span),
-            (Entry::AdamL2, true, _) => run::<G, Nothing, true, true>(isa, scalars, span),
-            (Entry::AdamL2, false, Dtype::F32) => run::<G, F32, true, true>(isa, scalars, span),
-            (Entry::AdamL2, false, Dtype::Bf16) => run::<G, Bf16, true, true>(isa, scalars, span),
-            (Entry::AdamL2, false, Dtype::F16) => run::<G, F16, true, true>(isa, scalars, span),
+        match (entry, span.weight) {
+            (Entry::Move, WeightFormat::Split) => with::<G, Split, false>(isa, scalars, span),
+            (Entry::AdamL2, WeightFormat::Split) => with::<G, Split, true>(isa, scalars, span),
+            (Entry::Moments, _) => with::<G, Still, false>(isa, scalars, span),
+            (Entry::Move, WeightFormat::Master(dtype)) => moving::<G, false>(isa, dtype, scalars, span),
+            (Entry::AdamL2, WeightFormat::Master(dtype)) => moving::<G, true>(isa, dtype, scalars, span),
         }
     }
 }
 
-unsafe fn run<G: Format, O: Target, const MOVE: bool, const L2: bool>(
-    isa: Isa,
-    scalars: &Scalars,
-    span: &Span,
-) {
-    // SAFETY: the caller's promises, passed on.
-    unsafe { dispatch(isa, Update::<G, O, MOVE, L2>::new(scalars, span)) }
+/// [`update`] from 8-bit gradients, which come over the bus, to the weights that go back over it.
+unsafe fn from_codes(isa: Isa, entry: Entry, scalars: &Scalars, span: &Span) {
+    // SAFETY: as above.
+    unsafe {
+        match (entry, span.weight) {
+            (Entry::Moments, _) => with::<Int8, Still, false>(isa, scalars, span),
+            (Entry::Move, WeightFormat::Master(dtype)) => moving::<Int8, false>(isa, dtype, scalars, span),
+            _ => unreachable!("8-bit gradients in {entry:?} with {:?}", span.weight),
+        }
+    }
+}
+
+/// [`update`] of a float32 master and a copy as `dtype`.
+unsafe fn moving<G: Source, const L2: bool>(isa: Isa, dtype: Dtype, scalars: &Scalars, span: &Span) {
+    // SAFETY: as above.
+    unsafe {
+        match (span.out.is_null(), dtype) {
+            (true, _) => with::<G, Master<Nothing>, L2>(isa, scalars, span),
+            (false, Dtype::F32) => with::<G, Master<F32>, L2>(isa, scalars, span),
+            (false, Dtype::Bf16) => with::<G, Master<Bf16>, L2>(isa, scalars, span),
+            (false, Dtype::F16) => with::<G, Master<F16>, L2>(isa, scalars, span),
+        }
+    }
+}
+
+/// [`update`], all but the moments' format known.
+unsafe fn with<G: Source, W: Weight, const L2: bool>(isa: Isa, scalars: &Scalars, span: &Span) {
+    // SAFETY: as above.
+    unsafe {
+        match span.state_dtype {
+            StateDtype::F32 => dispatch(isa, Update::<G, W, Wide, L2>::new(scalars, span)),
+            StateDtype::Bf16 => dispatch(isa, Update::<G, W, Narrow, L2>::new(scalars, span)),
+            StateDtype::Int8 => dispatch(isa, BlockUpdate::<G, W, L2>::new(scalars, span)),
+        }
+    }
 }

@@ -4,7 +4,7 @@ use std::ptr;
 
 use half::{bf16, f16};
 
-use super::{update, Entry, Span};
+use super::{update, Entry, Span, WeightFormat};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::hyper::Scalars;
@@ -84,7 +84,7 @@ impl Out<'_> {
     }
 }
 
-/// Runs one update on the calling thread. In [`Entry::Moments`] `master` may be empty, and `out` isn't touched.
+/// Runs one update with float32 moments on the calling thread. In [`Entry::Moments`] `master` may be empty, and `out` isn't touched.
 ///
 /// # Errors
 ///
@@ -121,14 +121,15 @@ pub fn update_slices(
         }
     }
     let span = Span {
-        master: master.as_mut_ptr(),
-        exp_avg: exp_avg.as_mut_ptr(),
-        exp_avg_sq: exp_avg_sq.as_mut_ptr(),
+        master: master.as_mut_ptr().cast(),
+        exp_avg: exp_avg.as_mut_ptr().cast(),
+        exp_avg_sq: exp_avg_sq.as_mut_ptr().cast(),
         grad: grad.as_ptr(),
-        grad_dtype: grad.dtype(),
+        grad_dtype: grad.dtype().into(),
         out,
-        out_dtype,
+        weight: WeightFormat::Master(out_dtype),
         len,
+        ..Span::default()
     };
     // SAFETY: the ISA and the lengths were checked, and the borrows make the arrays exclusive and distinct.
     unsafe { update(isa, entry, scalars, &span) };

@@ -2,14 +2,15 @@
 
 use std::arch::x86_64::{
     __m128i, __m256, __m256i, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_blendv_epi8,
-    _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps,
-    _mm256_cvtps_ph, _mm256_div_ps, _mm256_fmadd_ps, _mm256_fmsub_ps, _mm256_loadu_ps, _mm256_mul_ps,
-    _mm256_packus_epi32, _mm256_permute4x64_epi64, _mm256_set1_epi32, _mm256_set1_ps, _mm256_set_m128i,
-    _mm256_slli_epi32, _mm256_sqrt_ps, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_storeu_si256,
-    _mm256_stream_ps, _mm256_stream_si256, _mm256_sub_ps, _mm_loadu_si128, _mm_prefetch, _mm_sfence,
-    _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1,
+    _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cvtepi32_ps, _mm256_cvtepu16_epi32,
+    _mm256_cvtph_ps, _mm256_cvtps_ph, _mm256_div_ps, _mm256_fmadd_ps, _mm256_fmsub_ps, _mm256_loadu_ps,
+    _mm256_mul_ps, _mm256_packus_epi32, _mm256_permute4x64_epi64, _mm256_set1_epi32, _mm256_set1_ps,
+    _mm256_set_m128i, _mm256_slli_epi32, _mm256_sqrt_ps, _mm256_srli_epi32, _mm256_storeu_ps,
+    _mm256_storeu_si256, _mm256_stream_ps, _mm256_stream_si256, _mm256_sub_ps, _mm_loadu_si128, _mm_prefetch,
+    _mm_sfence, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1,
 };
 
+use super::words::PairWords;
 use super::{Lanes, Task};
 
 /// Lanes 0 to 7 and 8 to 15.
@@ -62,6 +63,7 @@ unsafe fn round_bf16(x: __m256) -> __m256i {
 
 impl Lanes for Pair {
     type Half = __m256i;
+    type Words = PairWords;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
@@ -145,6 +147,37 @@ impl Lanes for Pair {
     unsafe fn mul_sub(self, b: Self, c: Self) -> Self {
         // SAFETY: the caller has the features.
         unsafe { Self(_mm256_fmsub_ps(self.0, b.0, c.0), _mm256_fmsub_ps(self.1, b.1, c.1)) }
+    }
+
+    #[inline(always)]
+    unsafe fn to_words(self) -> PairWords {
+        // SAFETY: the caller has the features.
+        unsafe { PairWords(_mm256_castps_si256(self.0), _mm256_castps_si256(self.1)) }
+    }
+
+    #[inline(always)]
+    unsafe fn from_words(bits: PairWords) -> Self {
+        // SAFETY: the caller has the features.
+        unsafe { Self(_mm256_castsi256_ps(bits.0), _mm256_castsi256_ps(bits.1)) }
+    }
+
+    #[inline(always)]
+    unsafe fn from_i32(words: PairWords) -> Self {
+        // SAFETY: the caller has the features.
+        unsafe { Self(_mm256_cvtepi32_ps(words.0), _mm256_cvtepi32_ps(words.1)) }
+    }
+
+    #[inline(always)]
+    unsafe fn where_nan(self, nan: u32, words: PairWords) -> PairWords {
+        // SAFETY: the caller has the features.
+        unsafe {
+            let nan = _mm256_set1_epi32(nan as i32);
+            let is_nan = |x| _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+            PairWords(
+                _mm256_blendv_epi8(words.0, nan, is_nan(self.0)),
+                _mm256_blendv_epi8(words.1, nan, is_nan(self.1)),
+            )
+        }
     }
 
     #[inline(always)]

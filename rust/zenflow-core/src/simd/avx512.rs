@@ -3,13 +3,14 @@
 use std::arch::x86_64::{
     __m256i, __m512, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_stream_si256, _mm512_add_epi32,
     _mm512_add_ps, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
-    _mm512_cvtepi32_epi16, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_div_ps,
-    _mm512_fmadd_ps, _mm512_fmsub_ps, _mm512_loadu_ps, _mm512_mask_mov_epi32, _mm512_mul_ps,
+    _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_cvtps_ph,
+    _mm512_div_ps, _mm512_fmadd_ps, _mm512_fmsub_ps, _mm512_loadu_ps, _mm512_mask_mov_epi32, _mm512_mul_ps,
     _mm512_set1_epi32, _mm512_set1_ps, _mm512_slli_epi32, _mm512_sqrt_ps, _mm512_srli_epi32,
     _mm512_storeu_ps, _mm512_stream_ps, _mm512_sub_ps, _mm_prefetch, _mm_sfence, _CMP_UNORD_Q,
     _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1,
 };
 
+use super::words::SingleWords;
 use super::{Lanes, Task};
 
 /// Sixteen lanes.
@@ -29,6 +30,7 @@ pub(crate) unsafe fn enter<T: Task>(task: T) -> T::Output {
 
 impl Lanes for Single {
     type Half = __m256i;
+    type Words = SingleWords;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
@@ -109,6 +111,33 @@ impl Lanes for Single {
     unsafe fn mul_sub(self, b: Self, c: Self) -> Self {
         // SAFETY: the caller has the features.
         unsafe { Self(_mm512_fmsub_ps(self.0, b.0, c.0)) }
+    }
+
+    #[inline(always)]
+    unsafe fn to_words(self) -> SingleWords {
+        // SAFETY: the caller has the features.
+        unsafe { SingleWords(_mm512_castps_si512(self.0)) }
+    }
+
+    #[inline(always)]
+    unsafe fn from_words(bits: SingleWords) -> Self {
+        // SAFETY: the caller has the features.
+        unsafe { Self(_mm512_castsi512_ps(bits.0)) }
+    }
+
+    #[inline(always)]
+    unsafe fn from_i32(words: SingleWords) -> Self {
+        // SAFETY: the caller has the features.
+        unsafe { Self(_mm512_cvtepi32_ps(words.0)) }
+    }
+
+    #[inline(always)]
+    unsafe fn where_nan(self, nan: u32, words: SingleWords) -> SingleWords {
+        // SAFETY: the caller has the features.
+        unsafe {
+            let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
+            SingleWords(_mm512_mask_mov_epi32(words.0, is_nan, _mm512_set1_epi32(nan as i32)))
+        }
     }
 
     #[inline(always)]

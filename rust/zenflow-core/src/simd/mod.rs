@@ -16,6 +16,7 @@
 mod float_mode;
 mod format;
 mod portable;
+mod words;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -26,6 +27,7 @@ mod neon;
 
 pub(crate) use float_mode::FloatMode;
 pub(crate) use format::{Bf16, Format, Nothing, Target, F16, F32};
+pub(crate) use words::Words;
 
 use crate::isa::Isa;
 
@@ -48,6 +50,8 @@ pub(crate) const LINE: usize = 64;
 pub(crate) trait Lanes: Copy {
     /// Sixteen 16-bit numbers.
     type Half: Copy;
+    /// Sixteen words, such as these lanes' bits.
+    type Words: Words;
 
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
@@ -66,6 +70,14 @@ pub(crate) trait Lanes: Copy {
     unsafe fn mul_add(self, b: Self, c: Self) -> Self;
     /// `self * b - c`, rounded once.
     unsafe fn mul_sub(self, b: Self, c: Self) -> Self;
+
+    /// The bits.
+    unsafe fn to_words(self) -> Self::Words;
+    unsafe fn from_words(bits: Self::Words) -> Self;
+    /// The words as signed integers, converted (exactly below 2^24).
+    unsafe fn from_i32(words: Self::Words) -> Self;
+    /// `words`, with `nan` in their place where the lane is NaN.
+    unsafe fn where_nan(self, nan: u32, words: Self::Words) -> Self::Words;
 
     /// Nearest bfloat16, ties to even; NaN becomes 0x7FC0, as in torch. Subnormals are kept (the machine's own
     /// `vcvtneps2bf16` flushes them, hence integer arithmetic).

@@ -4,14 +4,15 @@
 //! speak of; an ordinary one does.
 
 use std::arch::aarch64::{
-    float32x4_t, uint16x4_t, uint32x4_t, vaddq_f32, vaddq_u32, vandq_u32, vbslq_u32, vceqq_f32, vdivq_f32,
-    vdupq_n_f32, vdupq_n_u32, vfmaq_f32, vld1_u16, vld1q_f32, vmovn_u32, vmulq_f32, vnegq_f32,
-    vreinterpretq_f32_u32, vreinterpretq_u32_f32, vshll_n_u16, vshrq_n_u32, vsqrtq_f32, vst1_u16, vst1q_f32,
-    vsubq_f32,
+    float32x4_t, uint16x4_t, uint32x4_t, vaddq_f32, vaddq_u32, vandq_u32, vbslq_u32, vceqq_f32,
+    vcvtq_f32_s32, vdivq_f32, vdupq_n_f32, vdupq_n_u32, vfmaq_f32, vld1_u16, vld1q_f32, vmovn_u32, vmulq_f32,
+    vnegq_f32, vreinterpretq_f32_u32, vreinterpretq_s32_u32, vreinterpretq_u32_f32, vshll_n_u16, vshrq_n_u32,
+    vsqrtq_f32, vst1_u16, vst1q_f32, vsubq_f32,
 };
 
 use half::f16;
 
+use super::words::QuadWords;
 use super::{Lanes, Task, LANES};
 
 /// Lanes 0 to 3, 4 to 7, 8 to 11 and 12 to 15.
@@ -52,6 +53,7 @@ unsafe fn round_bf16(x: float32x4_t) -> uint16x4_t {
 
 impl Lanes for Quad {
     type Half = [uint16x4_t; 4];
+    type Words = QuadWords;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
@@ -142,6 +144,32 @@ impl Lanes for Quad {
     unsafe fn mul_sub(self, b: Self, c: Self) -> Self {
         let minus_c = each!(vnegq_f32, c);
         each!(vfmaq_f32, minus_c, self, b)
+    }
+
+    #[inline(always)]
+    unsafe fn to_words(self) -> QuadWords {
+        // SAFETY: the caller has NEON.
+        QuadWords(self.0.map(|x| unsafe { vreinterpretq_u32_f32(x) }))
+    }
+
+    #[inline(always)]
+    unsafe fn from_words(bits: QuadWords) -> Self {
+        // SAFETY: the caller has NEON.
+        Self(bits.0.map(|x| unsafe { vreinterpretq_f32_u32(x) }))
+    }
+
+    #[inline(always)]
+    unsafe fn from_i32(words: QuadWords) -> Self {
+        // SAFETY: the caller has NEON.
+        Self(words.0.map(|x| unsafe { vcvtq_f32_s32(vreinterpretq_s32_u32(x)) }))
+    }
+
+    #[inline(always)]
+    unsafe fn where_nan(self, nan: u32, words: QuadWords) -> QuadWords {
+        // SAFETY: the caller has NEON.
+        QuadWords(std::array::from_fn(|i| unsafe {
+            vbslq_u32(vceqq_f32(self.0[i], self.0[i]), words.0[i], vdupq_n_u32(nan))
+        }))
     }
 
     #[inline(always)]

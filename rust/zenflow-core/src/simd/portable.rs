@@ -4,6 +4,7 @@
 
 use half::{bf16, f16};
 
+use super::words::ArrayWords;
 use super::{Lanes, Task, LANES};
 
 /// Sixteen lanes as the compiler likes them.
@@ -29,6 +30,7 @@ impl Array {
 
 impl Lanes for Array {
     type Half = [u16; LANES];
+    type Words = ArrayWords;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
@@ -100,6 +102,26 @@ impl Lanes for Array {
     #[inline(always)]
     unsafe fn mul_sub(self, b: Self, c: Self) -> Self {
         self.map(|i, a| a.mul_add(b.0[i], -c.0[i]))
+    }
+
+    #[inline(always)]
+    unsafe fn to_words(self) -> ArrayWords {
+        ArrayWords(self.0.map(f32::to_bits))
+    }
+
+    #[inline(always)]
+    unsafe fn from_words(bits: ArrayWords) -> Self {
+        Self(bits.0.map(f32::from_bits))
+    }
+
+    #[inline(always)]
+    unsafe fn from_i32(words: ArrayWords) -> Self {
+        Self(words.0.map(|x| x as i32 as f32))
+    }
+
+    #[inline(always)]
+    unsafe fn where_nan(self, nan: u32, words: ArrayWords) -> ArrayWords {
+        ArrayWords(std::array::from_fn(|i| if self.0[i].is_nan() { nan } else { words.0[i] }))
     }
 
     #[inline(always)]

@@ -5,7 +5,7 @@ use std::fmt;
 
 use half::{bf16, f16};
 use proptest::prelude::*;
-use zenflow_core::adam::{self, Entry, Span};
+use zenflow_core::adam::{self, Entry, Span, WeightFormat};
 use zenflow_core::dtype::Dtype;
 use zenflow_core::hyper::Scalars;
 use zenflow_core::isa::Isa;
@@ -203,14 +203,15 @@ impl Case {
         let mut grad = Arena::new(&self.grad, d * self.grad_dtype.size());
         let mut out = Arena::new(&old_out, e * out_dtype.size());
         let span = Span {
-            master: master.as_mut_ptr().cast(),
-            exp_avg: exp_avg.as_mut_ptr().cast(),
-            exp_avg_sq: exp_avg_sq.as_mut_ptr().cast(),
+            master: master.as_mut_ptr(),
+            exp_avg: exp_avg.as_mut_ptr(),
+            exp_avg_sq: exp_avg_sq.as_mut_ptr(),
             grad: grad.as_mut_ptr(),
-            grad_dtype: self.grad_dtype,
+            grad_dtype: self.grad_dtype.into(),
             out: if self.out_dtype.is_some() { out.as_mut_ptr() } else { std::ptr::null_mut() },
-            out_dtype,
+            weight: WeightFormat::Master(out_dtype),
             len,
+            ..Span::default()
         };
         let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut % (len + 1)).chain([0, len]).collect();
         cuts.sort_unstable();
@@ -247,7 +248,7 @@ pub fn any_case(wild: bool) -> impl Strategy<Value = Case> {
             let mut rng = Rng::new(seed);
             let hyper = hyper();
             let scalars = match entry {
-                Entry::Moments => Scalars::moments(&hyper, grad_scale),
+                Entry::Moments => Scalars::moments(&hyper, k, grad_scale),
                 Entry::Move => Scalars::adamw(&hyper, k, grad_scale),
                 Entry::AdamL2 => Scalars::adam_l2(&hyper, k, grad_scale),
             };
