@@ -4,6 +4,7 @@
 //! cache lines travel anyway, is passed over once, in order. A column given twice is gathered twice; scattered,
 //! the last wins.
 
+use crate::adam::Moments;
 use crate::error::{Error, Result};
 
 /// Copies columns out of `dense` (`rows` x `cols`) into `compact` (`rows` x `columns.len()`).
@@ -19,6 +20,32 @@ pub unsafe fn gather(dense: *const f32, rows: usize, cols: usize, columns: &[u32
         for (j, &column) in columns.iter().enumerate() {
             // SAFETY: as above, and `column < cols`.
             unsafe { to.add(j).write(from.add(column as usize).read()) };
+        }
+    }
+}
+
+/// Copies columns of both moments, of `rows` x `cols` elements in any format, into compact float32.
+///
+/// # Safety
+///
+/// As for [`gather`]; `moments` are readable for `rows * cols` elements.
+pub unsafe fn gather_moments(
+    moments: &Moments,
+    rows: usize,
+    cols: usize,
+    columns: &[u32],
+    exp_avg: *mut f32,
+    exp_avg_sq: *mut f32,
+) {
+    for row in 0..rows {
+        for (j, &column) in columns.iter().enumerate() {
+            let to = row * columns.len() + j;
+            // SAFETY: the element lies within what the caller vouches for, on both sides.
+            unsafe {
+                let [first, second] = moments.get(row * cols + column as usize);
+                exp_avg.add(to).write(first);
+                exp_avg_sq.add(to).write(second);
+            }
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use pyo3::prelude::*;
 use zenflow_core::accumulate::accumulate_on;
-use zenflow_core::adam::{self, Entry, Job, Span};
+use zenflow_core::adam::{self, Entry, Job, Span, WeightFormat};
 use zenflow_core::dtype::Dtype;
 use zenflow_core::hyper::{Hyper, Scalars};
 use zenflow_core::norm;
@@ -148,14 +148,15 @@ impl AdamTensors {
                 (Entry::AdamL2, Scalars::adam_l2(hyper, steps[i], grad_scale))
             };
             let span = Span {
-                master: entry.master,
-                exp_avg: entry.exp_avg,
-                exp_avg_sq: entry.exp_avg_sq,
+                master: entry.master.cast(),
+                exp_avg: entry.exp_avg.cast(),
+                exp_avg_sq: entry.exp_avg_sq.cast(),
                 grad: grad.address().cast_const(),
-                grad_dtype: grad.float("grad")?,
+                grad_dtype: grad.float("grad")?.into(),
                 out: entry.out,
-                out_dtype: entry.out_dtype,
+                weight: WeightFormat::Master(entry.out_dtype),
                 len: entry.numel,
+                ..Span::default()
             };
             jobs.push(Job { span, scalars, entry: kind });
             alive.push(grad);

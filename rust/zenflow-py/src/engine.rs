@@ -7,7 +7,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use zenflow_core::bucket::{Action, HostState, Progress};
-use zenflow_core::dtype::Dtype;
+use zenflow_core::dtype::{Dtype, StateDtype};
 use zenflow_core::engine::{Engine as Core, EngineConfig};
 use zenflow_core::hyper::Pending;
 use zenflow_core::migrate;
@@ -113,20 +113,59 @@ impl Engine {
         Ok(Self { core, staging: Mutex::default() })
     }
 
-    /// Zero state for `numel` elements: 12 bytes each.
-    fn add_parameter(&self, py: Python<'_>, numel: usize) -> PyResult<u32> {
-        py.detach(|| self.core.add_parameter(numel)).map_err(|error| to_python(&error))
+    /// Zero state for `numel` elements: 12 bytes each with moments in float32, 8 in bfloat16, 6 and 1/32 in int8.
+    #[pyo3(signature = (numel, state_dtype="float32"))]
+    fn add_parameter(&self, py: Python<'_>, numel: usize, state_dtype: &str) -> PyResult<u32> {
+        let dtype = StateDtype::from_name(state_dtype)
+            .ok_or_else(|| invalid("state_dtype", state_dtype, "float32, bfloat16 or int8"))?;
+        py.detach(|| self.core.add_parameter(numel, dtype)).map_err(|error| to_python(&error))
     }
 
-    /// `(master_weight, exp_avg, exp_avg_sq)` of a parameter, without a copy.
-    fn arrays(&self, parameter: u32) -> PyResult<(HostArray, HostArray, HostArray)> {
+    /// `(master_weight, exp_avg, exp_avg_sq)` of a parameter, without a copy; None for moments not in float32.
+    fn arrays(&self, parameter: u32) -> PyResult<(HostArray, Option<HostArray>, Option<HostArray>)> {
         let state = self.core.state(parameter).map_err(|error| to_python(&error))?;
         let array = |address: *mut f32| HostArray {
             address: address as usize,
             numel: state.numel(),
             _state: Arc::clone(&state),
         };
-        Ok((array(state.master()), array(state.exp_avg()), array(state.exp_avg_sq())))
+        let moments = state.moments();
+        let wide = |address: *mut u8| (state.dtype() == StateDtype::F32).then(|| array(address.cast()));
+        Ok((array(state.master()), wide(moments.exp_avg), wide(moments.exp_avg_sq)))
+    }
+
+    /// Writes a parameter's moments, whatever their format, into float32 tensors.
+    fn read_moments(
+        &self,
+        py: Python<'_>,
+        parameter: u32,
+        exp_avg: &Bound<'_, PyAny>,
+        exp_avg_sq: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let state = self.core.idle_state(parameter).map_err(|error| to_python(&error))?;
+        let [first, second] = moment_tensors(&state, exp_avg, exp_avg_sq)?;
+        py.detach(|| {
+            // SAFETY: the state is idle; the tensors have as many float32 elements and are kept alive.
+            unsafe { state.moments().read(first.floats_mut(), second.floats_mut()) };
+        });
+        Ok(())
+    }
+
+    /// Takes a parameter's moments from float32 tensors: rounded to nearest where they are kept in another format.
+    fn write_moments(
+        &self,
+        py: Python<'_>,
+        parameter: u32,
+        exp_avg: &Bound<'_, PyAny>,
+        exp_avg_sq: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let state = self.core.idle_state(parameter).map_err(|error| to_python(&error))?;
+        let [first, second] = moment_tensors(&state, exp_avg, exp_avg_sq)?;
+        py.detach(|| {
+            // SAFETY: as in `read_moments`.
+            unsafe { state.moments().write(first.floats_mut(), second.floats_mut()) };
+        });
+        Ok(())
     }
 
     /// A bucket of `(parameter, start, length)` segments, in elements.
@@ -231,23 +270,22 @@ impl Engine {
         let (state, height) = self.matrix(parameter, cols)?;
         let columns = checked_columns(columns, cols)?;
         let numel = height * columns.len();
-        let mut pairs = Vec::with_capacity(3);
-        for (name, tensor, source) in [
-            ("master_weight", master, HostState::master as fn(&HostState) -> *mut f32),
-            ("exp_avg", exp_avg, HostState::exp_avg),
-            ("exp_avg_sq", exp_avg_sq, HostState::exp_avg_sq),
-        ] {
-            let tensor = HostTensor::new(tensor, name)?;
-            tensor.float32(name, numel)?;
-            pairs.push((tensor, source));
-        }
+        let [master, exp_avg, exp_avg_sq] =
+            [("master_weight", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)].map(
+                |(name, tensor)| {
+                    let tensor = HostTensor::new(tensor, name)?;
+                    tensor.float32(name, numel)?;
+                    Ok::<_, PyErr>(tensor)
+                },
+            );
+        let (master, exp_avg, exp_avg_sq) = (master?, exp_avg?, exp_avg_sq?);
         py.detach(|| {
-            for (tensor, source) in &pairs {
-                // SAFETY: the state is idle and of height x cols, columns are below cols, and the tensor has
-                // height x columns fp32 elements and is kept alive by `pairs`.
-                unsafe {
-                    migrate::gather(source(&state), height, cols, &columns, tensor.address().cast());
-                }
+            let (first, second) = (exp_avg.address().cast(), exp_avg_sq.address().cast());
+            // SAFETY: the state is idle and of height x cols, columns are below cols, and the tensors have height x
+            // columns fp32 elements and are kept alive.
+            unsafe {
+                migrate::gather(state.master(), height, cols, &columns, master.address().cast());
+                migrate::gather_moments(&state.moments(), height, cols, &columns, first, second);
             }
         });
         Ok(())
@@ -301,6 +339,18 @@ impl Engine {
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.core.close()).map_err(|error| to_python(&error))
     }
+}
+
+/// Two float32 tensors of a state's length.
+fn moment_tensors(
+    state: &HostState,
+    exp_avg: &Bound<'_, PyAny>,
+    exp_avg_sq: &Bound<'_, PyAny>,
+) -> PyResult<[HostTensor; 2]> {
+    let tensors = [HostTensor::new(exp_avg, "exp_avg")?, HostTensor::new(exp_avg_sq, "exp_avg_sq")?];
+    tensors[0].float32("exp_avg", state.numel())?;
+    tensors[1].float32("exp_avg_sq", state.numel())?;
+    Ok(tensors)
 }
 
 fn checked_columns(columns: &Bound<'_, PyAny>, cols: usize) -> PyResult<Vec<u32>> {

@@ -133,6 +133,20 @@ impl HostTensor {
         Ok(self.address.cast())
     }
 
+    /// The elements of a tensor that [`float32`](Self::float32) has checked.
+    ///
+    /// # Safety
+    ///
+    /// It was, and nobody else uses them meanwhile.
+    #[allow(clippy::mut_from_ref)] // the elements are the tensor's, not this view's
+    pub unsafe fn floats_mut(&self) -> &mut [f32] {
+        if self.numel == 0 {
+            return &mut [];
+        }
+        // SAFETY: a dense float32 tensor of `numel` elements, kept alive by `_owner`; the rest is the caller's.
+        unsafe { std::slice::from_raw_parts_mut(self.address.cast(), self.numel) }
+    }
+
     /// Checks for bytes and returns their address and number.
     pub fn bytes(&self, name: &str) -> PyResult<(*mut u8, usize)> {
         if self.dtype != Kind::Uint8 {

@@ -59,6 +59,10 @@ impl Moment for Narrow {
     unsafe fn store<V: Lanes>(x: V, noise: V::Words, to: *mut u8) {
         // SAFETY: the caller's promise, passed on. The noise can't reach the sign but from a NaN, which is put in
         // last; it does carry the largest numbers to infinity, as rounding to nearest does.
-        unsafe { x.where_nan(0x7FC0_0000, x.to_words().add(noise)).shr::<16>().store_u16(to.cast()) }
+        unsafe {
+            x.where_nan(V::Words::splat(0x7FC0_0000), x.to_words().add(noise))
+                .shr::<16>()
+                .store_u16(to.cast())
+        }
     }
 }

@@ -77,7 +77,8 @@ impl<O: Target> Weight for Master<O> {
 /// (rounded to nearest, ties away from zero), the lower half, in `master`, is what it lacks. Nothing is lost, and
 /// nothing is kept twice: 4 bytes an element in place of 6.
 ///
-/// NaN is made the quiet one first: the largest payloads would carry into the sign.
+/// NaN is made the quiet one first: the largest payloads would carry into the sign. Where someone else wrote the
+/// upper half, the lower one may join it to a NaN (as below zero); then the upper half alone is the weight.
 pub(super) struct Split;
 
 impl Weight for Split {
@@ -91,7 +92,9 @@ impl Weight for Split {
         unsafe {
             let high = V::Words::load_u16(span.out.cast::<u16>().add(at));
             let low = V::Words::load_u16(span.master.cast::<u16>().add(at));
-            V::from_words(high.shl::<16>().or(low).sub(V::Words::splat(0x8000)))
+            let shown = high.shl::<16>();
+            let bits = shown.or(low).sub(V::Words::splat(0x8000));
+            V::from_words(V::from_words(bits).where_nan(shown, bits))
         }
     }
 
@@ -99,7 +102,7 @@ impl Weight for Split {
     unsafe fn store<V: Lanes, const STREAM: bool>(w: V, span: &Span, at: usize) {
         // SAFETY: the caller vouches for the elements and the ISA.
         unsafe {
-            let y = w.where_nan(0x7FC0_0000, w.to_words()).add(V::Words::splat(0x8000));
+            let y = w.where_nan(V::Words::splat(0x7FC0_0000), w.to_words()).add(V::Words::splat(0x8000));
             y.shr::<16>().store_u16(span.out.cast::<u16>().add(at));
             y.and(V::Words::splat(0xFFFF)).store_u16(span.master.cast::<u16>().add(at));
         }

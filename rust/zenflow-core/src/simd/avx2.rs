@@ -168,14 +168,13 @@ impl Lanes for Pair {
     }
 
     #[inline(always)]
-    unsafe fn where_nan(self, nan: u32, words: PairWords) -> PairWords {
+    unsafe fn where_nan(self, nan: PairWords, words: PairWords) -> PairWords {
         // SAFETY: the caller has the features.
         unsafe {
-            let nan = _mm256_set1_epi32(nan as i32);
             let is_nan = |x| _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
             PairWords(
-                _mm256_blendv_epi8(words.0, nan, is_nan(self.0)),
-                _mm256_blendv_epi8(words.1, nan, is_nan(self.1)),
+                _mm256_blendv_epi8(words.0, nan.0, is_nan(self.0)),
+                _mm256_blendv_epi8(words.1, nan.1, is_nan(self.1)),
             )
         }
     }

@@ -132,11 +132,11 @@ impl Lanes for Single {
     }
 
     #[inline(always)]
-    unsafe fn where_nan(self, nan: u32, words: SingleWords) -> SingleWords {
+    unsafe fn where_nan(self, nan: SingleWords, words: SingleWords) -> SingleWords {
         // SAFETY: the caller has the features.
         unsafe {
             let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
-            SingleWords(_mm512_mask_mov_epi32(words.0, is_nan, _mm512_set1_epi32(nan as i32)))
+            SingleWords(_mm512_mask_mov_epi32(words.0, is_nan, nan.0))
         }
     }
 

@@ -76,8 +76,8 @@ pub(crate) trait Lanes: Copy {
     unsafe fn from_words(bits: Self::Words) -> Self;
     /// The words as signed integers, converted (exactly below 2^24).
     unsafe fn from_i32(words: Self::Words) -> Self;
-    /// `words`, with `nan` in their place where the lane is NaN.
-    unsafe fn where_nan(self, nan: u32, words: Self::Words) -> Self::Words;
+    /// `words`, with those of `nan` in their place where the lane is NaN.
+    unsafe fn where_nan(self, nan: Self::Words, words: Self::Words) -> Self::Words;
 
     /// Nearest bfloat16, ties to even; NaN becomes 0x7FC0, as in torch. Subnormals are kept (the machine's own
     /// `vcvtneps2bf16` flushes them, hence integer arithmetic).

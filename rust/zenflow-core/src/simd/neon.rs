@@ -165,10 +165,10 @@ impl Lanes for Quad {
     }
 
     #[inline(always)]
-    unsafe fn where_nan(self, nan: u32, words: QuadWords) -> QuadWords {
+    unsafe fn where_nan(self, nan: QuadWords, words: QuadWords) -> QuadWords {
         // SAFETY: the caller has NEON.
         QuadWords(std::array::from_fn(|i| unsafe {
-            vbslq_u32(vceqq_f32(self.0[i], self.0[i]), words.0[i], vdupq_n_u32(nan))
+            vbslq_u32(vceqq_f32(self.0[i], self.0[i]), words.0[i], nan.0[i])
         }))
     }
 

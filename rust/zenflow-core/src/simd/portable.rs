@@ -120,8 +120,8 @@ impl Lanes for Array {
     }
 
     #[inline(always)]
-    unsafe fn where_nan(self, nan: u32, words: ArrayWords) -> ArrayWords {
-        ArrayWords(std::array::from_fn(|i| if self.0[i].is_nan() { nan } else { words.0[i] }))
+    unsafe fn where_nan(self, nan: ArrayWords, words: ArrayWords) -> ArrayWords {
+        ArrayWords(std::array::from_fn(|i| if self.0[i].is_nan() { nan.0[i] } else { words.0[i] }))
     }
 
     #[inline(always)]
