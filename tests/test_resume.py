@@ -139,6 +139,9 @@ MODES = [
     for gates in (False, True)
     for dtype in (torch.float32, torch.bfloat16)
     for staleness in (0, 1)
+] + [
+    {"gates": True, "dtype": torch.bfloat16, "staleness": 1, "state_dtype": "int8"},
+    {"gates": True, "dtype": torch.float32, "staleness": 0, "state_dtype": "bfloat16"},
 ]
 
 
@@ -188,39 +191,63 @@ KEYS = {
 }
 
 
+#: And those of lean moments.
+LEAN_KEYS = {"stripe_grain", "selected_exp_avg", "selected_exp_avg_sq"}
+
+Saved = tuple[Run, list[dict[str, Any]], dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def late_bf16() -> tuple[Run, list[dict[str, Any]], dict[str, Any]]:
+def late_bf16() -> Saved:
+    return saved_run({"gates": False, "dtype": torch.bfloat16, "staleness": 1})
+
+
+@pytest.fixture(scope="module")
+def late_int8() -> Saved:
+    return saved_run({"gates": False, "dtype": torch.bfloat16, "staleness": 1, "state_dtype": "int8"})
+
+
+def saved_run(mode: dict[str, Any]) -> Saved:
     torch.set_num_threads(1)
-    mode = {"gates": False, "dtype": torch.bfloat16, "staleness": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole, saves = uninterrupted(**mode)
         return whole, saves, mode
 
 
-def test_the_keys_under_test_are_all_there_are(late_bf16: Any) -> None:
-    _, saves, _ = late_bf16
-    found = {key for save in saves for entry in save["optimizer"]["state"].values() for key in entry}
-    assert found == KEYS
+def test_the_keys_under_test_are_all_there_are(late_bf16: Saved, late_int8: Saved) -> None:
+    for (_, saves, _), keys in ((late_bf16, KEYS), (late_int8, KEYS | LEAN_KEYS)):
+        found = {key for save in saves for entry in save["optimizer"]["state"].values() for key in entry}
+        assert found == keys
 
 
 @pytest.mark.parametrize("spoil", ["drop", "zero"])
 @pytest.mark.parametrize("key", sorted(KEYS))
-def test_every_key_of_the_state_matters(key: str, spoil: str, late_bf16: Any) -> None:
-    whole, saves, mode = late_bf16
+def test_every_key_of_the_state_matters(key: str, spoil: str, late_bf16: Saved) -> None:
+    matters(key, spoil, late_bf16)
+
+
+@pytest.mark.parametrize("spoil", ["drop", "zero"])
+@pytest.mark.parametrize("key", sorted(KEYS | LEAN_KEYS))
+def test_every_key_of_a_lean_state_matters(key: str, spoil: str, late_int8: Saved) -> None:
+    matters(key, spoil, late_int8)
+
+
+def matters(key: str, spoil: str, run: Saved) -> None:
+    whole, saves, mode = run
     state = whole.state()
     for step in range(8, 20):
         saved = copy.deepcopy(saves[step])
         spoiled = False
         for entry in saved["optimizer"]["state"].values():
-            if key in entry and bool(entry[key].any()):
+            if key in entry and bool(torch.as_tensor(entry[key]).any()):
                 spoiled = True
                 if spoil == "drop":
                     del entry[key]
                 elif key in ("selected_columns", "next_columns"):
                     entry[key] = torch.arange(entry[key].numel())
                 else:
-                    entry[key] = torch.zeros_like(entry[key])
+                    entry[key] = 0 * entry[key]
         if not spoiled:
             continue
         try:

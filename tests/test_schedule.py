@@ -82,8 +82,7 @@ def parameter(
         matrix=ParameterMatrix(weight),
         engine_id=0,
         master_weight=nothing,
-        exp_avg=nothing,
-        exp_avg_sq=nothing,
+        moments=None,
         gates=gates,
     )
 

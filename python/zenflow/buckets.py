@@ -24,7 +24,7 @@ def plan_buckets(
         for _, run in groupby(ordered, key=lambda p: (p.group, p.param.dtype, p.gates)):
             stripes = []
             for parameter in run:
-                start, stop = stripe_bounds(parameter.matrix.rows, update_interval)[phase]
+                start, stop = stripe_bounds(parameter.matrix.rows, update_interval, parameter.grain)[phase]
                 if start < stop and parameter.matrix.cols:
                     stripes.append(Segment(parameter, phase, start, stop))
             yield from _cut(stripes, bucket_numel)
@@ -37,19 +37,19 @@ def _cut(stripes: list[Segment], bucket_numel: int) -> Iterator[list[Segment]]:
         return
     # A bucket ends between two rows: without a row's worth of room each would end a little short, and one too many be
     # left over.
-    row = max(stripe.parameter.matrix.cols for stripe in stripes)
+    row = max(stripe.parameter.matrix.cols * stripe.parameter.grain for stripe in stripes)
     limit = min(bucket_numel, -(-total // count) + row - 1)
     bucket: list[Segment] = []
     filled = 0
     for stripe in stripes:
-        cols, start = stripe.parameter.matrix.cols, stripe.start
+        cols, grain, start = stripe.parameter.matrix.cols, stripe.parameter.grain, stripe.start
         while start < stripe.stop:
-            room = (limit - filled) // cols
+            room = (limit - filled) // (cols * grain) * grain
             if room <= 0 and bucket:
                 yield bucket
                 bucket, filled = [], 0
                 continue
-            stop = min(stripe.stop, start + max(1, room))
+            stop = min(stripe.stop, start + max(grain, room))
             bucket.append(Segment(stripe.parameter, stripe.phase, start, stop, filled))
             filled += bucket[-1].numel
             start = stop

@@ -5,7 +5,9 @@ Beside ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master_weight`` a parameter h
 - ``pending_lr_sum``, ``pending_decay`` (float64, one a stripe): L and 1 - P, the movement that is still to come;
 - ``late_stripes`` (bool, one a stripe): closed, but not shown yet (``staleness=1``);
 - ``selected_columns`` (int64), ``column_importance`` (fp32), and ``next_columns`` (int64) between a choice and its
-  exchange.
+  exchange;
+- ``stripe_grain`` (rows), and ``selected_exp_avg``, ``selected_exp_avg_sq`` (fp32, ``[rows, selected]``), where the
+  moments are kept in a lean format.
 
 Counters are under one key of their own. Everything is a tensor, a number or a dict, so ``weights_only=True`` loads it.
 """
@@ -20,7 +22,7 @@ from .config import Config
 from .errors import ArgumentError
 from .matrix import ParameterMatrix
 from .parameters import OffloadedParameter
-from .registry import Registry, SmallParameter
+from .registry import Registry, SmallParameter, fill_from
 from .schedule import stripe_bounds
 from .selection import selected_count
 from .state import StateDict, check_entry, step_tensor, update_count
@@ -32,6 +34,12 @@ __all__ = ["KEY", "VERSION", "check", "export", "fill"]
 KEY = "zenflow"
 #: Of the format; a newer one is refused.
 VERSION = 1
+
+
+_NO_GRAIN = torch.tensor(1)
+
+# Keys that say nothing without the columns they are for.
+_OF_COLUMNS = ("selected_columns", "selected_exp_avg", "selected_exp_avg_sq", "next_columns")
 
 
 def export(
@@ -68,17 +76,24 @@ def _export_offloaded(
         pending = transfer.pending.get(bucket.engine_id)
         if pending is not None and any(segment is bucket.segments[i] for segment, _ in pending.segments):
             late[bucket.phase] = True
-    entry = {
+    exp_avg, exp_avg_sq = registry.moments(record)
+    entry: StateDict = {
         "step": step_tensor(record.k),
-        "exp_avg": record.exp_avg.view(shape),
-        "exp_avg_sq": record.exp_avg_sq.view(shape),
+        "exp_avg": exp_avg.view(shape),
+        "exp_avg_sq": exp_avg_sq.view(shape),
         "master_weight": registry.whole_master(record).view(shape),
         "pending_lr_sum": lr_sum,
         "pending_decay": decay,
         "late_stripes": late,
     }
+    if record.grain != 1:
+        entry["stripe_grain"] = torch.tensor(record.grain)
     if record.columns is not None:
         entry["selected_columns"] = record.columns.columns
+        if record.moments is None:
+            # The device's are in float32, and so not the host's.
+            entry["selected_exp_avg"] = record.columns.state.exp_avg
+            entry["selected_exp_avg_sq"] = record.columns.state.exp_avg_sq
     if record.importance is not None:
         entry["column_importance"] = record.importance
     if record.chosen is not None:
@@ -115,6 +130,15 @@ def _check_own(entry: StateDict, param: Tensor, name: str) -> None:
                 raise refuse(key, "indices of columns (int64), ascending")
             if columns.numel() and not 0 <= int(columns[0]) <= int(columns[-1]) < cols:
                 raise refuse(key, f"indices of its {cols} columns")
+    selected = entry.get("selected_columns")
+    for key in ("selected_exp_avg", "selected_exp_avg_sq"):
+        if key in entry and (
+            selected is None or entry[key].numel() * cols != param.numel() * selected.numel()
+        ):
+            raise refuse(key, "one number for each element of the selected columns")
+    grain = entry.get("stripe_grain", _NO_GRAIN)
+    if grain.dtype != torch.int64 or grain.numel() != 1 or grain < 1:
+        raise refuse("stripe_grain", "a number of rows (int64), 1 or more")
     if "column_importance" in entry and entry["column_importance"].shape != (cols,):
         raise refuse("column_importance", f"one number for each of its {cols} columns")
     stripes: tuple[int, ...] = entry["pending_lr_sum"].shape if "pending_lr_sum" in entry else ()
@@ -149,17 +173,19 @@ def fill(
         if isinstance(record, SmallParameter):
             _fill_small(record, entry, name)
             continue
-        _fill_offloaded(record, entry, name)
+        _fill_offloaded(record, registry, entry, name)
         count = selected_count(record.matrix.cols, config.topk_ratio)
         if "pending_lr_sum" in entry and (
-            entry["pending_lr_sum"].numel() != update_interval or _selected(entry).numel() != count
+            entry["pending_lr_sum"].numel() != update_interval
+            or int(entry.get("stripe_grain", _NO_GRAIN)) != record.grain
+            or _selected(entry).numel() != count
         ):
             # Saved with other stripes, or other columns than will be selected: all that is pending moves now.
-            _move_pending(record, entry, given["param_groups"][group])
+            _move_pending(record, registry, entry, given["param_groups"][group])
             late = [True] * update_interval
             _set_progress(record, engine, [(0.0, 0.0)] * update_interval)
             if _selected(entry).numel() != count:  # the next step selects anew
-                entry = {key: value for key, value in entry.items() if not key.endswith("_columns")}
+                entry = {key: value for key, value in entry.items() if key not in _OF_COLUMNS}
         else:
             late = entry.get("late_stripes", torch.zeros(update_interval, dtype=torch.bool)).tolist()
             lr_sum, decay = entry.get("pending_lr_sum"), entry.get("pending_decay")
@@ -187,19 +213,18 @@ def _fill_small(record: SmallParameter, entry: StateDict, name: str) -> None:
     record.stamp = -1, record.param.data_ptr()
     state = record.state
     for key, target in (("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq)):
-        _copy(target, entry.get(key))
+        fill_from(target, entry.get(key))
     if state.master_weight is not None:
-        _copy(state.master_weight, entry.get("master_weight", record.param.detach()))
+        fill_from(state.master_weight, entry.get("master_weight", record.param.detach()))
 
 
-def _fill_offloaded(record: OffloadedParameter, entry: StateDict, name: str) -> None:
+def _fill_offloaded(record: OffloadedParameter, registry: Registry, entry: StateDict, name: str) -> None:
     record.k = update_count(entry.get("step", 0), name)
     record.mastered = bool(entry)
     record.stamp_now()
     record.columns = record.importance = record.chosen = None
-    _copy(record.exp_avg, entry.get("exp_avg"))
-    _copy(record.exp_avg_sq, entry.get("exp_avg_sq"))
-    _copy(record.master_weight, entry.get("master_weight", record.param.detach()))
+    registry.set_moments(record, entry.get("exp_avg"), entry.get("exp_avg_sq"))
+    fill_from(record.master_weight, entry.get("master_weight", record.param.detach()))
 
 
 def _set_progress(record: OffloadedParameter, engine: Engine, pending: list[tuple[float, float]]) -> None:
@@ -212,13 +237,18 @@ def _set_progress(record: OffloadedParameter, engine: Engine, pending: list[tupl
 def _select(record: OffloadedParameter, entry: StateDict, registry: Registry) -> None:
     if "selected_columns" in entry:
         registry.exchange(record, _columns(entry["selected_columns"]))
+        if record.columns is not None and record.moments is None:
+            # A float32 checkpoint doesn't have them; the host's are theirs, rounded.
+            for key in ("exp_avg", "exp_avg_sq"):
+                if f"selected_{key}" in entry:
+                    fill_from(getattr(record.columns.state, key), entry[f"selected_{key}"])
     if "column_importance" in entry:
         record.importance = entry["column_importance"].detach().to("cpu", torch.float32, copy=True)
     if "next_columns" in entry:
         record.chosen = _columns(entry["next_columns"])
 
 
-def _move_pending(record: OffloadedParameter, entry: StateDict, group: StateDict) -> None:
+def _move_pending(record: OffloadedParameter, registry: Registry, entry: StateDict, group: StateDict) -> None:
     """Closes every stripe of a checkpoint, as its own next close would have with no further gradient."""
     if not record.k:
         return
@@ -226,10 +256,12 @@ def _move_pending(record: OffloadedParameter, entry: StateDict, group: StateDict
     beta1, beta2 = group["betas"]
     first, second = 1.0 - beta1**record.k, 1.0 - beta2**record.k
     shape = record.matrix.rows, record.matrix.cols
-    master, m, v = (t.view(shape) for t in (record.master_weight, record.exp_avg, record.exp_avg_sq))
+    master, m, v = (t.view(shape) for t in (record.master_weight, *registry.moments(record)))
     deferred = torch.ones(shape[1], dtype=torch.bool)
     deferred[_columns(_selected(entry))] = False
-    for phase, (start, stop) in enumerate(stripe_bounds(shape[0], lr_sum.numel())):
+    for phase, (start, stop) in enumerate(
+        stripe_bounds(shape[0], lr_sum.numel(), int(entry.get("stripe_grain", _NO_GRAIN)))
+    ):
         rows = slice(start, stop)
         direction = (m[rows] / first) / ((v[rows] / second).sqrt() + group["eps"])
         moved = master[rows] * (1.0 - float(decay[phase])) - float(lr_sum[phase]) * direction
@@ -238,10 +270,3 @@ def _move_pending(record: OffloadedParameter, entry: StateDict, group: StateDict
 
 def _columns(columns: Tensor) -> Tensor:
     return columns.detach().to("cpu", torch.int64, copy=True)
-
-
-def _copy(target: Tensor, source: Tensor | None) -> None:
-    if source is None:
-        target.zero_()
-    else:
-        target.copy_(source.detach().reshape(target.shape))

@@ -15,10 +15,24 @@ import torch
 
 from .errors import ArgumentError
 
-__all__ = ["Config", "Hyper", "boolean", "check_group", "clip_norm", "cores_of", "integer", "number"]
+__all__ = [
+    "STATE_BYTES",
+    "Config",
+    "Hyper",
+    "boolean",
+    "check_group",
+    "clip_norm",
+    "cores_of",
+    "integer",
+    "number",
+    "state_dtype_of",
+]
 
 # (lr, beta1, beta2, eps, weight_decay), as the core takes them.
 Hyper = tuple[float, float, float, float, float]
+
+#: Bytes of both moments of one element, by ``state_dtype``; int8 has two fp32 scales a block of 256.
+STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.0 + 8 / 256}
 
 # Group keys of torch.optim.AdamW that name other ways to run the same algorithm, or another algorithm.
 _REFUSED = {
@@ -108,6 +122,14 @@ def clip_norm(value: Any) -> float | None:
     return result
 
 
+def state_dtype_of(value: Any) -> str:
+    """``state_dtype`` as the core takes it: a name, or the torch dtype of that name."""
+    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    if name not in STATE_BYTES:
+        raise _refuse("state_dtype", value, '"float32", "bfloat16" or "int8"')
+    return str(name)
+
+
 @dataclass(frozen=True)
 class Config:
     """Settings of :class:`zenflow.ZenFlowAdamW`; its docstring explains each."""
@@ -123,6 +145,7 @@ class Config:
     bucket_numel: int = 16 * 1024 * 1024
     max_staging_bytes: int = 1 << 30
     cores: tuple[int, ...] | None = None
+    state_dtype: str = "float32"
 
     @classmethod
     def checked(cls, **settings: Any) -> Config:
@@ -154,4 +177,5 @@ class Config:
                 "max_staging_bytes", settings["max_staging_bytes"], 1, "an integer of 1 or more (bytes)"
             ),
             cores=cores_of(settings["cores"]),
+            state_dtype=state_dtype_of(settings["state_dtype"]),
         )

@@ -6,7 +6,7 @@ This room is the torch side: arguments, groups, closures, state dicts. What a st
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,9 @@ class ZenFlowAdamW(Optimizer):
         bucket_numel: most elements that travel and are worked on together.
         max_staging_bytes: bound of the staging memory, both directions together. A step that finds it full waits.
         cores: logical CPUs of the host's worker; ``"auto"``: one thread on each physical core but one.
+        state_dtype: what the host keeps the two moments in, beside the fp32 master: ``"float32"``, 12 bytes of host
+            memory a parameter; ``"bfloat16"``, stochastically rounded, 8 bytes; ``"int8"``, in blocks of 256 with a
+            scale each, stochastically rounded, 6 bytes. Those of the selected columns are in float32 on the device.
         maximize: ascend instead of descend.
 
     Raises:
@@ -99,6 +102,7 @@ class ZenFlowAdamW(Optimizer):
         bucket_numel: int = 16 * 1024 * 1024,
         max_staging_bytes: int = 1 << 30,
         cores: Any = "auto",
+        state_dtype: Literal["float32", "bfloat16", "int8"] = "float32",
         maximize: bool = False,
         decoupled_weight_decay: bool = True,
         amsgrad: bool = False,
@@ -119,6 +123,7 @@ class ZenFlowAdamW(Optimizer):
             bucket_numel=bucket_numel,
             max_staging_bytes=max_staging_bytes,
             cores=cores,
+            state_dtype=state_dtype,
         )
         defaults = {
             "lr": lr,

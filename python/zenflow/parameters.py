@@ -51,8 +51,10 @@ class OffloadedParameter:
     matrix: ParameterMatrix
     engine_id: int
     master_weight: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    #: Both moments where they are kept in float32, else None.
+    moments: tuple[Tensor, Tensor] | None
+    #: Stripes start at multiples of so many rows: where blocks of 8-bit moments do.
+    grain: int = 1
     segments: list[tuple[Bucket, int]] = field(default_factory=list)
     k: int = 0
     columns: DeviceColumns | None = None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from . import checkpoint
 from ._core import Engine, Pool
 from .accelerator import accelerator_for
-from .config import Config, Hyper
+from .config import STATE_BYTES, Config, Hyper
 from .dense_adamw import DenseAdamW, DenseGroup, DenseUpdate
 from .errors import ZenFlowError
 from .gate import Gate, Gates
@@ -338,7 +338,7 @@ class Pipeline:
                 wall_seconds=wall,
                 bytes_down=transfer.bytes_down + self._exchanged_bytes[0],
                 bytes_up=transfer.bytes_up + self._exchanged_bytes[1],
-                host_bytes=12 * registry.offloaded_numel,
+                host_bytes=round((4 + STATE_BYTES[config.state_dtype]) * registry.offloaded_numel),
                 staging_bytes=transfer.staging_bytes,
                 host_seconds=worker["busy_seconds"],
                 host_elements=int(worker["elements"]),

@@ -17,9 +17,10 @@ from .gate import Gates
 from .matrix import ParameterMatrix
 from .ownership import change_owner
 from .parameters import Bucket, OffloadedParameter, Segment
+from .schedule import row_grain
 from .transfer import Transfer
 
-__all__ = ["Registry", "SmallParameter"]
+__all__ = ["Registry", "SmallParameter", "fill_from"]
 
 
 class SmallParameter(DenseParameter):
@@ -91,8 +92,10 @@ class Registry:
 
     def _offload(self, param: Tensor, name: str, group: int) -> OffloadedParameter:
         matrix = ParameterMatrix(param)
-        engine_id = self._engine.add_parameter(param.numel())
-        master_weight, exp_avg, exp_avg_sq = (_tensor(array) for array in self._engine.arrays(engine_id))
+        state_dtype = self._config.state_dtype
+        engine_id = self._engine.add_parameter(param.numel(), state_dtype)
+        master_weight, exp_avg, exp_avg_sq = self._engine.arrays(engine_id)
+        wide = None if exp_avg is None or exp_avg_sq is None else (_tensor(exp_avg), _tensor(exp_avg_sq))
         return OffloadedParameter(
             param=param,
             name=name,
@@ -100,11 +103,32 @@ class Registry:
             group=group,
             matrix=matrix,
             engine_id=engine_id,
-            master_weight=master_weight,
-            exp_avg=exp_avg,
-            exp_avg_sq=exp_avg_sq,
+            master_weight=_tensor(master_weight),
+            moments=wide,
+            grain=row_grain(matrix.cols, state_dtype),
             gates=() if self._gates is None else self._gates.owners(param),
         )
+
+    def moments(self, record: OffloadedParameter) -> tuple[Tensor, Tensor]:
+        """Both moments in fp32, flat: the live ones where they are kept so, else copies."""
+        if record.moments is not None:
+            return record.moments
+        exp_avg, exp_avg_sq = (torch.empty(record.param.numel()) for _ in range(2))
+        self._engine.read_moments(record.engine_id, exp_avg, exp_avg_sq)
+        return exp_avg, exp_avg_sq
+
+    def set_moments(
+        self, record: OffloadedParameter, exp_avg: Tensor | None, exp_avg_sq: Tensor | None
+    ) -> None:
+        """Takes both moments, None for zeros; rounded to nearest where they are kept in a lean format."""
+        if record.moments is not None:
+            for target, source in zip(record.moments, (exp_avg, exp_avg_sq), strict=True):
+                fill_from(target, source)
+            return
+        given = [torch.empty(record.param.numel()) for _ in range(2)]
+        for target, source in zip(given, (exp_avg, exp_avg_sq), strict=True):
+            fill_from(target, source)
+        self._engine.write_moments(record.engine_id, *given)
 
     def _add_bucket(self, segments: list[Segment]) -> None:
         first = segments[0].parameter
@@ -133,7 +157,7 @@ class Registry:
         nothing = torch.empty(0)
         for record in self.offloaded:
             record.segments.clear()
-            record.master_weight = record.exp_avg = record.exp_avg_sq = nothing
+            record.master_weight, record.moments = nothing, None
         self.buckets.clear()
 
     def check_unmoved(self, param: Tensor, name: str) -> None:
@@ -192,13 +216,25 @@ class Registry:
         record.stamp_now()
 
     def exchange_again(self, record: OffloadedParameter) -> None:
-        """Takes the device's columns anew from the host's state."""
-        assert record.columns is not None
+        """Takes the masters of the device's columns anew from the host's; their moments are what they were."""
+        old = record.columns
+        assert old is not None
         shape = record.matrix.rows, record.matrix.cols
-        columns = record.columns.columns
         record.columns = change_owner(
-            self._engine, record.engine_id, shape, record.param.dtype, None, columns
+            self._engine, record.engine_id, shape, record.param.dtype, None, old.columns
         )
+        record.columns.state.exp_avg, record.columns.state.exp_avg_sq = (
+            old.state.exp_avg,
+            old.state.exp_avg_sq,
+        )
+
+
+def fill_from(target: Tensor, source: Tensor | None) -> None:
+    """Copies a tensor of whatever shape, dtype and device; None for zeros."""
+    if source is None:
+        target.zero_()
+    else:
+        target.copy_(source.detach().reshape(target.shape))
 
 
 def _tensor(array: HostArray) -> Tensor:

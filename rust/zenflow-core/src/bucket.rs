@@ -249,6 +249,22 @@ impl Bucket {
         Ok(())
     }
 
+    /// Refuses formats of gradients and new weights that don't go with the states of what closes.
+    pub fn check(&self, actions: &[Action], grad_dtype: Dtype, out_dtype: Dtype) -> Result<()> {
+        for (segment, &action) in self.segments.iter().zip(actions) {
+            if action == Action::Close {
+                let span = Span {
+                    grad_dtype: grad_dtype.into(),
+                    weight: WeightFormat::Master(out_dtype),
+                    out: std::ptr::dangling_mut(),
+                    ..segment.state.span(0, 0)
+                };
+                span.check(Entry::Move)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Advances the counters by one step and returns the kernel jobs that make it so.
     ///
     /// The jobs' pointers are valid as long as the bucket lives and `transfer` covers its elements.

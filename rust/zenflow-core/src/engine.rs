@@ -275,10 +275,12 @@ impl Engine {
         ticket.hyper.validate()?;
         let entry = self.entry(ticket.bucket)?;
         let slot = self.slot(ticket.slot)?;
-        let (numel, segments) = {
+        let (numel, segments, formats) = {
             let bucket = locked(&entry.bucket);
-            (bucket.numel(), bucket.len())
+            let formats = bucket.check(actions, ticket.grad_dtype, ticket.out_dtype);
+            (bucket.numel(), bucket.len(), formats)
         };
+        formats?;
         if actions.len() != segments {
             return Err(Error::invalid("actions", actions.len(), "one entry a segment of the bucket"));
         }

@@ -204,7 +204,14 @@ fn any_lean(wild: bool) -> impl Strategy<Value = Lean> {
             let exp_avg_sq: Vec<f32> = draw(false).iter().map(|x| x * x).collect();
             let kept = Kept::new(dtype, &exp_avg, &exp_avg_sq);
             let split = split && entry != Entry::Moments;
-            let out_dtype = if split { Some(Dtype::Bf16) } else { out_dtype };
+            // Only what comes together: see `Span::check`.
+            let (grad_dtype, out_dtype) = match (entry, out_dtype) {
+                _ if split => (Dtype::Bf16, Some(Dtype::Bf16)),
+                (Entry::Moments, _) => (grad_dtype, out_dtype),
+                (_, None) => (Dtype::F32, None),
+                (Entry::Move, Some(_)) if grad_dtype == Dtype::F32 => (grad_dtype, out_dtype),
+                (_, Some(out)) => (out, Some(out)),
+            };
             let grad = encode(grad_dtype, &grad);
             let case = Case {
                 seed,
@@ -340,7 +347,7 @@ on_every_isa! {
 
     /// 8-bit gradients give the bits of the floats that they stand for.
     fn decodes_gradients(isa: Isa) {
-        let inputs = (0usize..2000, any::<u64>(), prop::option::of(any_dtype()), prop::sample::select(&StateDtype::ALL[..]), any::<bool>(), 0usize..20);
+        let inputs = (0usize..2000, any::<u64>(), any_dtype(), prop::sample::select(&StateDtype::ALL[..]), any::<bool>(), 0usize..20);
         check(64, inputs, |(len, seed, out_dtype, state_dtype, moves, shift)| {
             let mut rng = Rng::new(seed);
             let codes: Vec<i8> = (0..len).map(|_| (rng.bits() % 255) as i8).collect();
@@ -357,13 +364,12 @@ on_every_isa! {
                 let mut kept = Kept::new(state_dtype, &exp_avg, &exp_avg_sq);
                 let moments = kept.moments();
                 let mut master = master.clone();
-                let size = out_dtype.map_or(0, Dtype::size);
+                let size = out_dtype.size();
                 let mut out = Arena::new(&vec![0; len * size], shift * size);
                 let span = Span {
                     master: master.as_mut_ptr().cast(), exp_avg: moments.exp_avg, exp_avg_sq: moments.exp_avg_sq,
                     state_dtype, scales: moments.scales, grad: grad.as_ptr(), grad_dtype, grad_scales: grad_scales.as_ptr(),
-                    out: if size == 0 { std::ptr::null_mut() } else { out.as_mut_ptr() },
-                    weight: WeightFormat::Master(out_dtype.unwrap_or(Dtype::F32)), len, ..Span::default()
+                    out: out.as_mut_ptr(), weight: WeightFormat::Master(out_dtype), len, ..Span::default()
                 };
                 // SAFETY: all arrays hold `len` elements or their scales, are apart and stay here.
                 unsafe { update(isa, entry, &scalars, &span) };
@@ -384,9 +390,9 @@ on_every_isa! {
             grad[BLOCK + 3] = poison;
             let zero = vec![0.0; len];
             let case = Case {
-                seed: 0, entry: Entry::Move, scalars: Scalars::adamw(&hyper(), 1, 1.0), grad_dtype: Dtype::F32,
+                seed: 0, entry: Entry::Move, scalars: Scalars::adamw(&hyper(), 1, 1.0), grad_dtype: Dtype::Bf16,
                 out_dtype: Some(Dtype::Bf16), master: vec![1.0; len], exp_avg: vec![], exp_avg_sq: vec![],
-                grad: encode(Dtype::F32, &grad), shifts: [0; 5],
+                grad: encode(Dtype::Bf16, &grad), shifts: [0; 5],
             };
             let mut left = Lean { case, kept: Kept::new(dtype, &zero, &zero), split: true }.run(isa, &[]);
             let [first, second] = left.kept.numbers();
@@ -415,12 +421,12 @@ fn halves_join_to_the_same_weight() {
             seed: 0,
             entry: Entry::Move,
             scalars,
-            grad_dtype: Dtype::F32,
+            grad_dtype: Dtype::Bf16,
             out_dtype: Some(Dtype::Bf16),
             master: weights.clone(),
             exp_avg: vec![],
             exp_avg_sq: vec![],
-            grad: encode(Dtype::F32, &zero),
+            grad: encode(Dtype::Bf16, &zero),
             shifts: [0; 5],
         };
         let left = Lean { case, kept: Kept::new(StateDtype::Bf16, &zero, &zero), split: true }.run(isa, &[]);
@@ -441,6 +447,42 @@ fn halves_join_to_the_same_weight() {
             assert!(shown == expected, "{isa} {before:e}: {shown} and not {expected}");
         }
     }
+}
+
+/// Every combination that is checked has a kernel, and every other is refused.
+#[test]
+fn formats_that_do_not_go_together_are_refused() {
+    let weights: Vec<_> =
+        Dtype::ALL.into_iter().map(WeightFormat::Master).chain([WeightFormat::Split]).collect();
+    let grads = Dtype::ALL.into_iter().map(GradDtype::Float).chain([GradDtype::Int8]);
+    let mut accepted = 0;
+    for grad_dtype in grads {
+        for (state_dtype, entry) in StateDtype::ALL
+            .into_iter()
+            .flat_map(|dtype| [Entry::Moments, Entry::Move, Entry::AdamL2].map(|entry| (dtype, entry)))
+        {
+            for weight in weights.iter().copied().map(Some).chain([None]) {
+                let mut byte = 0u8;
+                let span = Span {
+                    state_dtype,
+                    grad_dtype,
+                    weight: weight.unwrap_or(WeightFormat::Master(Dtype::F32)),
+                    out: if weight.is_some() { &raw mut byte } else { std::ptr::null_mut() },
+                    ..Span::default()
+                };
+                let checked = span.check(entry);
+                // SAFETY: a span of no elements: nothing is touched.
+                let run = || unsafe { update(Isa::Portable, entry, &Scalars::default(), &span) };
+                let ran = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
+                assert_eq!(checked.is_ok(), ran.is_ok(), "{entry:?} {span:?}");
+                accepted += usize::from(checked.is_ok());
+                if let Err(error) = checked {
+                    assert!(error.to_string().starts_with("formats is "), "{error}");
+                }
+            }
+        }
+    }
+    assert!(accepted > 60);
 }
 
 /// float32 gives back what came from there, in every format, wherever the scale lies.

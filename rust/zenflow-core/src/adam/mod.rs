@@ -12,12 +12,14 @@ mod convert;
 mod formula;
 mod jobs;
 mod kernel;
+mod lean;
 mod moment;
 mod noise;
 mod pad;
 mod slices;
 mod source;
 mod weight;
+mod wide;
 
 pub use codes::BLOCK;
 pub use convert::Moments;
@@ -27,14 +29,10 @@ pub use slices::{update_slices, Grad, Out};
 use std::ptr;
 
 use crate::dtype::{Dtype, StateDtype};
+use crate::error::{Error, Result};
 use crate::hyper::Scalars;
 use crate::isa::Isa;
-use crate::simd::{dispatch, Bf16, Nothing, F16, F32};
-use blocks::BlockUpdate;
-use kernel::Update;
-use moment::{Narrow, Wide};
-use source::{Int8, Source};
-use weight::{Master, Split, Still, Weight};
+use lean::{InBf16, InInt8};
 
 /// What is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -164,6 +162,41 @@ impl Default for Span {
 }
 
 impl Span {
+    /// Refuses combinations of formats that no kernel is made for, since nothing comes with them.
+    ///
+    /// Gradients of any float format go with float32 moments; lean moments, and 8-bit gradients, only with a weight
+    /// whose copy is in the gradient's format, or from float32 and 8-bit gradients to any. Split weights have lean
+    /// moments and bfloat16 gradients. L2 is for weights that no bus is crossed for: float32 in place, and copies in
+    /// the gradient's format.
+    pub fn check(&self, entry: Entry) -> Result<()> {
+        use Dtype::{Bf16, F32};
+        let lean = self.state_dtype != StateDtype::F32;
+        let alone = matches!(self.weight, WeightFormat::Master(_)) && self.out.is_null();
+        let copy = (!alone).then_some(self.weight);
+        let fits = match (entry, self.grad_dtype, copy) {
+            (Entry::Moments, ..) => true,
+            (_, GradDtype::Float(grad), Some(WeightFormat::Split)) => lean && grad == Bf16,
+            (_, GradDtype::Float(_), _) if !lean => true,
+            (Entry::AdamL2, GradDtype::Float(F32), None) => true,
+            (Entry::AdamL2, GradDtype::Float(grad), Some(WeightFormat::Master(out))) => grad == out,
+            (Entry::Move, GradDtype::Float(F32), None) => true,
+            (Entry::Move, GradDtype::Float(grad), Some(WeightFormat::Master(out))) => {
+                grad == F32 || grad == out
+            }
+            (Entry::Move, GradDtype::Int8, Some(WeightFormat::Master(_))) => true,
+            _ => false,
+        };
+        if fits {
+            return Ok(());
+        }
+        let value = format!(
+            "{entry:?} of {:?} gradients and {} moments with the weight as {copy:?}",
+            self.grad_dtype,
+            self.state_dtype.name()
+        );
+        Err(Error::invalid("formats", value, "a gradient in the weight's format, or float32 moments"))
+    }
+
     /// The `len` elements from `start` on; in formats of blocks `start` is a multiple of theirs.
     ///
     /// # Panics
@@ -196,70 +229,21 @@ impl Span {
 
 /// Runs one update on the calling thread.
 ///
+/// # Panics
+///
+/// Where [`Span::check`] refuses it.
+///
 /// # Safety
 ///
 /// `isa` is available. `grad` is readable and each array that `entry` writes is readable and writable for `len`
 /// elements, by nobody else meanwhile; no two of them overlap. Alignment is free but for scales: it only costs time.
-/// [`GradDtype::Int8`] doesn't come with [`Entry::AdamL2`] or [`WeightFormat::Split`].
 pub unsafe fn update(isa: Isa, entry: Entry, scalars: &Scalars, span: &Span) {
     // SAFETY: the caller's promises, passed on; each arm reads and writes the formats the span names.
     unsafe {
-        match span.grad_dtype {
-            GradDtype::Float(Dtype::F32) => from::<F32>(isa, entry, scalars, span),
-            GradDtype::Float(Dtype::Bf16) => from::<Bf16>(isa, entry, scalars, span),
-            GradDtype::Float(Dtype::F16) => from::<F16>(isa, entry, scalars, span),
-            GradDtype::Int8 => from_codes(isa, entry, scalars, span),
-        }
-    }
-}
-
-/// [`update`], the gradient's format known to be `G`.
-unsafe fn from<G: Source>(isa: Isa, entry: Entry, scalars: &Scalars, span: &Span) {
-    // SAFETY: as above.
-    unsafe {
-        match (entry, span.weight) {
-            (Entry::Move, WeightFormat::Split) => with::<G, Split, false>(isa, scalars, span),
-            (Entry::AdamL2, WeightFormat::Split) => with::<G, Split, true>(isa, scalars, span),
-            (Entry::Moments, _) => with::<G, Still, false>(isa, scalars, span),
-            (Entry::Move, WeightFormat::Master(dtype)) => moving::<G, false>(isa, dtype, scalars, span),
-            (Entry::AdamL2, WeightFormat::Master(dtype)) => moving::<G, true>(isa, dtype, scalars, span),
-        }
-    }
-}
-
-/// [`update`] from 8-bit gradients, which come over the bus, to the weights that go back over it.
-unsafe fn from_codes(isa: Isa, entry: Entry, scalars: &Scalars, span: &Span) {
-    // SAFETY: as above.
-    unsafe {
-        match (entry, span.weight) {
-            (Entry::Moments, _) => with::<Int8, Still, false>(isa, scalars, span),
-            (Entry::Move, WeightFormat::Master(dtype)) => moving::<Int8, false>(isa, dtype, scalars, span),
-            _ => unreachable!("8-bit gradients in {entry:?} with {:?}", span.weight),
-        }
-    }
-}
-
-/// [`update`] of a float32 master and a copy as `dtype`.
-unsafe fn moving<G: Source, const L2: bool>(isa: Isa, dtype: Dtype, scalars: &Scalars, span: &Span) {
-    // SAFETY: as above.
-    unsafe {
-        match (span.out.is_null(), dtype) {
-            (true, _) => with::<G, Master<Nothing>, L2>(isa, scalars, span),
-            (false, Dtype::F32) => with::<G, Master<F32>, L2>(isa, scalars, span),
-            (false, Dtype::Bf16) => with::<G, Master<Bf16>, L2>(isa, scalars, span),
-            (false, Dtype::F16) => with::<G, Master<F16>, L2>(isa, scalars, span),
-        }
-    }
-}
-
-/// [`update`], all but the moments' format known.
-unsafe fn with<G: Source, W: Weight, const L2: bool>(isa: Isa, scalars: &Scalars, span: &Span) {
-    // SAFETY: as above.
-    unsafe {
         match span.state_dtype {
-            StateDtype::F32 => dispatch(isa, Update::<G, W, Wide, L2>::new(scalars, span)),
-            StateDtype::Bf16 => dispatch(isa, Update::<G, W, Narrow, L2>::new(scalars, span)),
-            StateDtype::Int8 => dispatch(isa, BlockUpdate::<G, W, L2>::new(scalars, span)),
+            StateDtype::F32 => wide::update(isa, entry, scalars, span),
+            StateDtype::Bf16 => lean::update::<InBf16>(isa, entry, scalars, span),
+            StateDtype::Int8 => lean::update::<InInt8>(isa, entry, scalars, span),
         }
     }
 }
