@@ -112,8 +112,9 @@ def test_buckets_hold_every_row_once_and_mix_nothing(shapes: Any, interval: int,
             record = segment.parameter
             start, stop = stripe_bounds(record.matrix.rows, interval)[segment.phase]
             assert start <= segment.start < segment.stop <= stop, "inside its stripe"
-            assert segment.offset == offset, "no gap, no overlap in the slot"
-            offset += segment.numel
+            assert segment.offset % 32 == 0, "at a cache line of 16-bit numbers"
+            assert 0 <= segment.offset - offset < 32, "no overlap in the slot, no larger gap than that takes"
+            offset = segment.offset + segment.numel
             assert segment.phase == first.phase
             assert record.param.dtype == first.parameter.param.dtype
             assert (record.group, record.gates) == (first.parameter.group, first.parameter.gates)
@@ -142,12 +143,13 @@ def test_a_run_is_cut_into_as_few_even_buckets_as_fit() -> None:
     parameters = [parameter(100, 10) for _ in range(10)]
     sizes = [sum(s.numel for s in segments) for segments in plan_buckets(parameters, 1, 4000)]
     assert len(sizes) == 3
-    assert max(sizes) - min(sizes) <= 30
+    # The last is short by what the others have beyond an even part: a row and a gap each, and gaps count there only.
+    assert max(sizes) - min(sizes) <= 3 * (10 + 32 + 24)
 
 
 def test_growth_is_linear_in_parameters() -> None:
-    count = {n: len(list(plan_buckets([parameter(8, 8)] * n, 4, 1024))) for n in (100, 200)}
-    assert count[200] == 2 * count[100]
+    count = {n: len(list(plan_buckets([parameter(8, 8)] * n, 4, 1024))) for n in (128, 256)}
+    assert count[256] == 2 * count[128]
 
 
 # --- selection -----------------------------------------------------------------------------------------

@@ -8,7 +8,11 @@ from itertools import groupby
 from .parameters import OffloadedParameter, Segment
 from .schedule import stripe_bounds
 
-__all__ = ["plan_buckets"]
+__all__ = ["SEGMENT_ALIGNMENT", "plan_buckets"]
+
+#: Elements at whose multiples segments begin in their bucket's slots: a cache line of 16-bit numbers. The engine lays
+#: out its buckets by the same rule.
+SEGMENT_ALIGNMENT = 32
 
 
 def plan_buckets(
@@ -17,7 +21,8 @@ def plan_buckets(
     """Lists of segments, a list a bucket, in the order of the parameters within each phase.
 
     Neighbours share a bucket if they share hyper-parameters, dtype and gate. A run of them is cut evenly, into
-    as few buckets as ``bucket_numel`` elements allow, between rows where a stripe alone is larger.
+    as few buckets as ``bucket_numel`` elements allow, between rows where a stripe alone is larger. The gaps by which
+    segments begin at multiples of ``SEGMENT_ALIGNMENT`` count as elements.
     """
     ordered = list(parameters)
     for phase in range(update_interval):
@@ -31,27 +36,32 @@ def plan_buckets(
 
 
 def _cut(stripes: list[Segment], bucket_numel: int) -> Iterator[list[Segment]]:
-    total = sum(stripe.numel for stripe in stripes)
+    total = sum(_aligned(stripe.numel) for stripe in stripes)
     count = -(-total // bucket_numel)
     if not count:
         return
-    # A bucket ends between two rows: without a row's worth of room each would end a little short, and one too many be
-    # left over.
+    # A bucket ends between two rows, or grains of them: without room for that and a gap each would end a little short,
+    # and one too many be left over.
     row = max(stripe.parameter.matrix.cols * stripe.parameter.grain for stripe in stripes)
-    limit = min(bucket_numel, -(-total // count) + row - 1)
+    limit = min(bucket_numel, -(-total // count) + row + SEGMENT_ALIGNMENT - 2)
     bucket: list[Segment] = []
     filled = 0
     for stripe in stripes:
         cols, grain, start = stripe.parameter.matrix.cols, stripe.parameter.grain, stripe.start
         while start < stripe.stop:
-            room = (limit - filled) // (cols * grain) * grain
+            offset = _aligned(filled)
+            room = (limit - offset) // (cols * grain) * grain
             if room <= 0 and bucket:
                 yield bucket
                 bucket, filled = [], 0
                 continue
             stop = min(stripe.stop, start + max(grain, room))
-            bucket.append(Segment(stripe.parameter, stripe.phase, start, stop, filled))
-            filled += bucket[-1].numel
+            bucket.append(Segment(stripe.parameter, stripe.phase, start, stop, offset))
+            filled = offset + bucket[-1].numel
             start = stop
     if bucket:
         yield bucket
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT

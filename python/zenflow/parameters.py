@@ -92,4 +92,5 @@ class Bucket:
     dtype: torch.dtype
     gates: tuple[int, ...]
     segments: list[Segment]
+    #: Elements of a slot that carries it, gaps between segments included.
     numel: int

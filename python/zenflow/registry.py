@@ -142,7 +142,7 @@ class Registry:
             dtype=first.param.dtype,
             gates=first.gates,
             segments=segments,
-            numel=sum(segment.numel for segment in segments),
+            numel=segments[-1].offset + segments[-1].numel,
         )
         for i, segment in enumerate(segments):
             segment.parameter.segments.append((bucket, i))

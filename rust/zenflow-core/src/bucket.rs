@@ -16,6 +16,10 @@ use crate::error::{Error, Result};
 use crate::hyper::{Hyper, Pending, Scalars};
 use crate::memory::{HostBuffer, ALIGNMENT};
 
+/// Elements at whose multiples segments begin in a slot: the 64 bytes of a cache line in 16-bit numbers, so that the
+/// kernel's streaming stores begin with a line.
+pub const SEGMENT_ALIGNMENT: usize = 32;
+
 /// The state of one parameter: fp32 master weight, `exp_avg` and `exp_avg_sq` in their format, and that format's
 /// scales, one after the other in one mapping, since the system bounds the number of those. 12 bytes an element in
 /// float32, 8 in bfloat16, 6 and 1/32 in 8 bits.
@@ -185,6 +189,8 @@ pub struct Transfer {
 
 impl Bucket {
     /// A bucket of `(state, start, len)` segments.
+    ///
+    /// In the bucket's slots each begins at a multiple of [`SEGMENT_ALIGNMENT`] elements, behind a gap where need be.
     pub fn new(parts: Vec<(Arc<HostState>, usize, usize)>) -> Result<Self> {
         let mut bucket = Self::default();
         for (state, start, len) in parts {
@@ -202,19 +208,14 @@ impl Bucket {
                     "ranges that start at a multiple of 256 elements, where the moments have 8 bits",
                 ));
             }
-            bucket.segments.push(Segment {
-                state,
-                start,
-                len,
-                offset: bucket.numel,
-                progress: Progress::default(),
-            });
-            bucket.numel += len;
+            let offset = bucket.numel.next_multiple_of(SEGMENT_ALIGNMENT);
+            bucket.segments.push(Segment { state, start, len, offset, progress: Progress::default() });
+            bucket.numel = offset + len;
         }
         Ok(bucket)
     }
 
-    /// Elements of all segments.
+    /// Elements of a slot for all segments, the gaps between them included.
     #[must_use]
     pub fn numel(&self) -> usize {
         self.numel

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use zenflow_core::adam::{update_slices, Entry, Grad, Out};
-use zenflow_core::bucket::{Action, Progress};
+use zenflow_core::bucket::{Action, Progress, SEGMENT_ALIGNMENT};
 use zenflow_core::dtype::{Dtype, StateDtype};
 use zenflow_core::engine::{Engine, EngineConfig, SLOT_HEADER};
 use zenflow_core::hyper::{Hyper, Pending, Scalars};
@@ -44,6 +44,8 @@ struct Lane {
     gradients: *mut f32,
     weights: *mut f32,
     numel: usize,
+    /// First element, in the slots, of the second of its two segments.
+    second: usize,
 }
 
 impl Lane {
@@ -52,23 +54,42 @@ impl Lane {
         let parameter = engine.add_parameter(numel, StateDtype::F32).unwrap();
         let half = numel / 2;
         let bucket = engine.add_bucket(&[(parameter, 0, half), (parameter, half, numel - half)]).unwrap();
-        let (down, up) = (staging(SLOT_HEADER + 4 * numel), staging(4 * numel));
+        let second = half.next_multiple_of(SEGMENT_ALIGNMENT);
+        let bytes = 4 * (second + numel - half);
+        let (down, up) = (staging(SLOT_HEADER + bytes), staging(bytes));
         // SAFETY: leaked memory, used by the slot protocol alone.
         let (slot, upload) = unsafe {
-            (
-                engine.add_slot(down, SLOT_HEADER + 4 * numel).unwrap(),
-                engine.add_upload(up, 4 * numel).unwrap(),
-            )
+            (engine.add_slot(down, SLOT_HEADER + bytes).unwrap(), engine.add_upload(up, bytes).unwrap())
         };
         let gradients = payload(down);
-        Self { bucket, parameter, slot, upload, gradients, weights: up.cast(), numel }
+        Self { bucket, parameter, slot, upload, gradients, weights: up.cast(), numel, second }
+    }
+
+    /// Where the slots have element `i`.
+    fn place(&self, i: usize) -> usize {
+        let half = self.numel / 2;
+        if i < half {
+            i
+        } else {
+            self.second + i - half
+        }
+    }
+
+    fn fill_slot(&self, gradients: *mut f32, step: usize) {
+        for (i, value) in gradient(self.numel, step).into_iter().enumerate() {
+            // SAFETY: inside the slot, which no ticket uses now.
+            unsafe { gradients.add(self.place(i)).write(value) };
+        }
     }
 
     fn fill(&self, step: usize) {
-        for (i, value) in gradient(self.numel, step).into_iter().enumerate() {
-            // SAFETY: inside the slot, which no ticket uses now.
-            unsafe { self.gradients.add(i).write(value) };
-        }
+        self.fill_slot(self.gradients, step);
+    }
+
+    /// The weights of the last close, landed by nobody.
+    fn shown(&self) -> Vec<f32> {
+        // SAFETY: inside the slot, which no ticket uses now.
+        (0..self.numel).map(|i| unsafe { self.weights.add(self.place(i)).read() }).collect()
     }
 
     fn ticket(&self, lr: f64, closes: bool) -> Ticket {
@@ -161,9 +182,7 @@ fn many_buckets_give_the_bits_of_their_own_order() {
                 "{threads} threads, {} elements",
                 lane.numel
             );
-            // SAFETY: the last close's weights, landed by nobody.
-            let shown = unsafe { std::slice::from_raw_parts(lane.weights, lane.numel) };
-            assert_eq!(shown, &lane.state(&engine)[0][..]);
+            assert_eq!(lane.shown(), lane.state(&engine)[0]);
             let progress = engine.progress(lane.bucket).unwrap();
             assert_eq!(progress, vec![Progress { k: 12, pending: Pending::default() }; 2]);
         }
@@ -187,20 +206,53 @@ fn an_urgent_ticket_overtakes_background_work_of_other_buckets() {
     );
 }
 
+/// Segments begin at multiples of 32 elements in the slots, so these have room for the gaps too.
+#[test]
+fn slots_have_gaps_between_segments() {
+    let engine = Engine::new(config(1)).unwrap();
+    let parameter = engine.add_parameter(100).unwrap();
+    let bucket = engine.add_bucket(&[(parameter, 0, 33), (parameter, 40, 32), (parameter, 90, 2)]).unwrap();
+    let (exact, short) = (4 * (64 + 32 + 2), 4 * (64 + 32 + 2) - 4);
+    let memory = staging(2 * (SLOT_HEADER + 512));
+    // SAFETY: leaked memory, used by the slot protocol alone.
+    let [enough, small] = [(0, exact), (SLOT_HEADER + 512, short)]
+        .map(|(offset, bytes)| unsafe { engine.add_slot(memory.add(offset), SLOT_HEADER + bytes).unwrap() });
+    for (i, at) in [(0, 0), (40, 64), (90, 96)] {
+        // SAFETY: inside the slot, which no ticket uses yet.
+        unsafe { payload(memory).add(at).write(1.0 + i as f32) };
+    }
+    let ticket = |slot| Ticket {
+        bucket,
+        slot,
+        upload: None,
+        grad_dtype: Dtype::F32,
+        out_dtype: Dtype::F32,
+        hyper: Hyper { beta1: 0.5, ..hyper(0.01) },
+        sequence: 0,
+    };
+    assert!(engine.submit(ticket(small), &[Action::Moments; 3]).is_err());
+    engine.ring(enough, 1.0, false).unwrap();
+    assert!(engine.submit(ticket(enough), &[Action::Moments; 3]).unwrap());
+    wait_for(&engine, 1);
+    let state = engine.idle_state(parameter).unwrap();
+    // SAFETY: idle, 100 fp32 elements.
+    let moment = unsafe { std::slice::from_raw_parts(state.exp_avg(), 100) };
+    for (i, &m) in moment.iter().enumerate() {
+        let expected = if [0, 40, 90].contains(&i) { 0.5 + i as f32 / 2.0 } else { 0.0 };
+        assert!((m - expected).abs() < 1e-6, "element {i}: {m}");
+    }
+}
+
 #[test]
 fn an_urgent_ticket_waits_for_its_own_buckets_background_work() {
     let engine = Engine::new(EngineConfig { delay: Duration::from_millis(5), ..config(1) }).unwrap();
     let (other, lane) = (Lane::new(&engine, 8 * 1024), Lane::new(&engine, 4 * 1024));
     let second = staging(SLOT_HEADER + 4 * lane.numel);
-    // SAFETY: leaked memory, used by the slot protocol alone.
+    // SAFETY: leaked memory, used by the slot protocol alone; the lane's halves have no gap between them.
     let second_slot = unsafe { engine.add_slot(second, SLOT_HEADER + 4 * lane.numel).unwrap() };
     other.submit(&engine, 1, 0.01, false);
     lane.submit(&engine, 1, 0.01, false);
-    let gradients = payload(second);
-    for (i, value) in gradient(lane.numel, 2).into_iter().enumerate() {
-        // SAFETY: inside the second slot, which no ticket uses yet.
-        unsafe { gradients.add(i).write(value) };
-    }
+    lane.fill_slot(payload(second), 2);
     engine.ring(second_slot, 0.5, false).unwrap();
     let ticket = Ticket { slot: second_slot, ..lane.ticket(0.02, true) };
     assert!(engine.submit(ticket, &[Action::Close; 2]).unwrap());
