@@ -11,6 +11,7 @@ use zenflow_core::dtype::{Dtype, StateDtype};
 use zenflow_core::hyper::{Hyper, Scalars};
 use zenflow_core::isa::Isa;
 use zenflow_core::norm::stats_on;
+use zenflow_core::pool::Pool;
 
 /// Zeroed memory in huge pages, touched by its first write here.
 fn memory(bytes: usize) -> MmapMut {
@@ -49,7 +50,7 @@ fn main() {
         .nth(3)
         .map_or_else(Isa::detect, |name| Isa::from_name(&name).expect("an ISA's name"));
     assert!(isa.is_available(), "this machine has no {isa}");
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+    let pool = Pool::with_threads(threads).expect("threads");
     println!("{len} elements, {threads} threads, {isa}");
     let [mut w, mut m, mut v, mut g] = [(); 4].map(|()| memory(len * 4));
     let mut out = memory(len * 4);
@@ -92,10 +93,10 @@ fn main() {
     // SAFETY: as above.
     unsafe {
         time("norm of bf16", len, 2, || {
-            assert!(!stats_on(&pool, isa, span.grad, Dtype::Bf16, len).non_finite);
+            assert!(!stats_on(pool.rayon(), isa, span.grad, Dtype::Bf16, len).non_finite);
         });
         let mut add = |first| {
-            accumulate_on(&pool, isa, out.as_mut_ptr().cast(), span.grad, Dtype::Bf16, len, first);
+            accumulate_on(pool.rayon(), isa, out.as_mut_ptr().cast(), span.grad, Dtype::Bf16, len, first);
         };
         time("accumulate bf16, first", len, 6, || add(true));
         time("accumulate bf16, more", len, 10, || add(false));

@@ -8,13 +8,17 @@
 //! ([`Pending`]). They are advanced here and nowhere else, when the gradient is at hand, so no part of them can
 //! run ahead of the moments, and a segment without a gradient stays as it is.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::adam::{Entry, Job, Moments, Span, WeightFormat, BLOCK};
+use crate::deal::Deal;
 use crate::dtype::{Dtype, StateDtype};
 use crate::error::{Error, Result};
 use crate::hyper::{Hyper, Pending, Scalars};
+use crate::line::{piece_len, Line};
 use crate::memory::{HostBuffer, ALIGNMENT};
+use crate::pool::Pool;
 
 /// Elements at whose multiples segments begin in a slot: the 64 bytes of a cache line in 16-bit numbers, so that the
 /// kernel's streaming stores begin with a line.
@@ -105,6 +109,16 @@ impl HostState {
             ..Span::default()
         };
         whole.slice(start, len)
+    }
+
+    /// Has the pages of `len` elements from `start` on, in each array, come to the calling thread's NUMA node, if they
+    /// aren't there yet. For elements that no ticket is under way for.
+    fn touch(&self, start: usize, len: usize) {
+        let ([master, moment], size) = (self.strides, self.dtype.size());
+        for (array, size) in [(0, 4), (master, size), (master + moment, size)] {
+            let first = array + size * start;
+            self.memory.touch(first..first + size * len);
+        }
     }
 }
 
@@ -219,6 +233,18 @@ impl Bucket {
     #[must_use]
     pub fn numel(&self) -> usize {
         self.numel
+    }
+
+    /// Commits the states' pages, dealt to the threads of `pool` as the bucket's work will be, in pieces of `chunk`
+    /// elements at most: so each page comes to the NUMA node of the threads that stream through it.
+    pub fn first_touch(&self, pool: &Pool, chunk: usize) {
+        let lens = || self.segments.iter().map(|segment| segment.len);
+        let line = Line::new(lens(), piece_len(lens().sum(), pool.threads(), chunk));
+        let touch = |index: usize, range: Range<usize>| {
+            let segment: &Segment = &self.segments[index];
+            segment.state.touch(segment.start + range.start, range.len());
+        };
+        Deal::new(pool.shares(), line.pieces()).run(pool, || false, |piece| line.piece(piece, touch));
     }
 
     /// Number of segments.

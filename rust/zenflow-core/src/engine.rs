@@ -39,11 +39,11 @@ pub struct EngineConfig {
     pub threads: Option<usize>,
     /// Whether the pool's threads are pinned to them.
     pub pin: bool,
-    /// Elements a thread takes at a time; the worker looks for urgent work between rounds of them.
+    /// Most elements a thread takes at a time; after each, background work makes way for urgent work.
     pub chunk: usize,
     /// Most tickets under way.
     pub capacity: usize,
-    /// Sleep after each round of chunks: a slower host, for tests and simulations.
+    /// Sleep after each round of one chunk a thread: a slower host, for tests and simulations.
     pub delay: Duration,
     /// Instruction set of the kernels.
     pub isa: Isa,
@@ -155,11 +155,11 @@ impl Engine {
         Ok(())
     }
 
-    /// Zero state for a parameter of `numel` elements, its pages touched by the pool's threads.
+    /// Zero state for a parameter of `numel` elements. The system commits its pages when they are used, those of a
+    /// bucket in [`add_bucket`](Self::add_bucket).
     pub fn add_parameter(&self, numel: usize, dtype: StateDtype) -> Result<u32> {
         self.check()?;
         let state = HostState::new(numel, dtype)?;
-        state.memory().first_touch(self.shared.pool.checked()?);
         let mut registry = self.shared.registry_mut();
         registry.states.push(Arc::new(state));
         registry.buckets_of.push(Vec::new());
@@ -177,13 +177,16 @@ impl Engine {
             .ok_or_else(|| unknown("parameter", parameter))
     }
 
-    /// A bucket of `(parameter, start, len)` segments, in elements.
+    /// A bucket of `(parameter, start, len)` segments, in elements; its pages are touched by the pool's threads. No
+    /// ticket of the parameters may be under way.
     pub fn add_bucket(&self, segments: &[(u32, usize, usize)]) -> Result<u32> {
+        self.check()?;
         let parts = segments
             .iter()
-            .map(|&(parameter, start, len)| Ok((self.state(parameter)?, start, len)))
+            .map(|&(parameter, start, len)| Ok((self.idle_state(parameter)?, start, len)))
             .collect::<Result<Vec<_>>>()?;
         let bucket = Bucket::new(parts)?;
+        bucket.first_touch(&self.shared.pool, self.shared.config.chunk);
         let mut registry = self.shared.registry_mut();
         let index = registry.buckets.len() as u32;
         registry.buckets.push(Arc::new(Entry {

@@ -6,6 +6,7 @@
 pub mod accumulate;
 pub mod adam;
 pub mod bucket;
+pub mod deal;
 pub mod doorbell;
 pub mod dtype;
 pub mod engine;
@@ -23,6 +24,7 @@ pub mod sync;
 pub mod ticket;
 pub mod topology;
 
+mod line;
 mod shared;
 mod simd;
 mod worker;

@@ -2,14 +2,15 @@
 //!
 //! The states of a model are gigabytes that every step streams through once, so what counts is how far a TLB
 //! entry reaches and on which NUMA node a page lies. Huge pages by `madvise` settle the first, and
-//! [`HostBuffer::first_touch`] the second: Linux places a page on the node of the thread that first writes
-//! to it, so the pool's threads do that, not the one thread that happened to allocate.
+//! [`HostBuffer::touch`] the second: Linux places a page on the node of the thread that first writes
+//! to it, so the pool's threads do that, each for the part it will be dealt ([`crate::deal`]), not the one
+//! thread that happened to allocate.
 
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use memmap2::{MmapOptions, MmapRaw};
-use rayon::prelude::*;
 
 use crate::error::{Error, Result};
 use crate::process::Birth;
@@ -19,8 +20,6 @@ pub const ALIGNMENT: usize = 64;
 
 /// The smallest page of any system we run on; touching more often than once a page does no harm.
 const PAGE: usize = 4096;
-/// The huge page of x86-64 and of ARM with 4 KiB pages: one thread's portion in `first_touch`.
-const HUGE_PAGE: usize = 2 << 20;
 
 #[repr(align(64))]
 struct Nothing;
@@ -40,7 +39,7 @@ pub struct HostBuffer {
 }
 
 // SAFETY: the buffer owns its pages, and nothing about them belongs to a thread. Its methods only tell where
-// they are, `first_touch` aside, which uses atomics; reads and writes go through the raw pointer and are
+// they are, `touch` aside, which uses atomics; reads and writes go through the raw pointer and are
 // answered for by whoever makes them.
 unsafe impl Send for HostBuffer {}
 // SAFETY: as above.
@@ -108,26 +107,26 @@ impl HostBuffer {
         self.len == 0
     }
 
-    /// Makes the system commit every page now, spread over the threads of `pool` and so over their NUMA
-    /// nodes. The contents stay as they are. Nobody else may be writing to the buffer meanwhile, except
-    /// through atomics.
-    pub fn first_touch(&self, pool: &rayon::ThreadPool) {
-        let base = self.as_ptr().expose_provenance();
-        let len = self.len;
-        pool.install(|| {
-            (0..len.div_ceil(HUGE_PAGE)).into_par_iter().for_each(|part| {
-                let end = len.min((part + 1) * HUGE_PAGE);
-                for offset in (part * HUGE_PAGE..end).step_by(PAGE) {
-                    let byte = std::ptr::with_exposed_provenance_mut(base + offset);
-                    // SAFETY: `offset < len`, so the byte is inside the mapping, which `&self` keeps alive;
-                    // a byte is aligned anywhere. Others write to it through atomics only, says the contract.
-                    let byte = unsafe { AtomicU8::from_ptr(byte) };
-                    // A write in the eyes of the page tables, and none in those of a reader: 0 becomes 0, and
-                    // anything else shows that the page is there already.
-                    let _ = byte.compare_exchange(0, 0, Ordering::Relaxed, Ordering::Relaxed);
-                }
-            });
-        });
+    /// Makes the system commit the pages that hold `bytes` now, on the NUMA node of the calling thread where
+    /// they aren't there yet. The contents stay as they are. Nobody else may be writing to these bytes
+    /// meanwhile, except through atomics.
+    ///
+    /// # Panics
+    ///
+    /// Where the range doesn't lie within the buffer.
+    pub fn touch(&self, bytes: Range<usize>) {
+        assert!(bytes.end <= self.len, "bytes {bytes:?} of a buffer of {}", self.len);
+        let mut offset = bytes.start;
+        while offset < bytes.end {
+            // SAFETY: `offset < len`, so the byte is inside the mapping, which `&self` keeps alive; a byte is
+            // aligned anywhere. Others write to it through atomics only, says the contract.
+            let byte = unsafe { AtomicU8::from_ptr(self.as_ptr().add(offset)) };
+            // A write in the eyes of the page tables, and none in those of a reader: 0 becomes 0, and
+            // anything else shows that the page is there already.
+            let _ = byte.compare_exchange(0, 0, Ordering::Relaxed, Ordering::Relaxed);
+            // The buffer starts on a page.
+            offset = (offset / PAGE + 1) * PAGE;
+        }
     }
 }
 
@@ -143,7 +142,9 @@ impl Drop for HostBuffer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pool::Pool;
+
+    /// The huge page of x86-64 and of ARM with 4 KiB pages.
+    const HUGE_PAGE: usize = 2 << 20;
 
     #[test]
     fn zeroed_aligned_and_writable() {
@@ -164,7 +165,13 @@ mod tests {
         let buffer = HostBuffer::new(0, "nothing").unwrap();
         assert!(buffer.is_empty());
         assert_eq!(buffer.as_ptr().addr() % ALIGNMENT, 0);
-        buffer.first_touch(Pool::with_threads(1).unwrap().rayon());
+        buffer.touch(0..0);
+    }
+
+    #[test]
+    #[should_panic(expected = "bytes 4090..4097 of a buffer of 4096")]
+    fn only_its_own_bytes_are_touched() {
+        HostBuffer::new(4096, "a test").unwrap().touch(4090..4097);
     }
 
     #[test]
@@ -186,19 +193,30 @@ mod tests {
         seen.iter().filter(|&&page| page & 1 == 1).count() * PAGE
     }
 
+    /// Every page that holds one of the bytes and no other, from ranges that begin and end anywhere.
     #[cfg(target_os = "linux")]
     #[test]
-    fn first_touch_commits_and_changes_nothing() {
-        let bytes = 3 * HUGE_PAGE + PAGE;
+    fn a_touch_commits_and_changes_nothing() {
+        let bytes = 9 * PAGE + 5;
         let buffer = HostBuffer::new(bytes, "a test").unwrap();
-        assert!(resident_bytes(&buffer) < bytes);
+        // Huge pages would come as a whole; the advice can be taken back.
+        if let Some(map) = &buffer.map {
+            map.advise(memmap2::Advice::NoHugePage).unwrap();
+        }
         // SAFETY: inside the buffer, which is only here.
-        unsafe { buffer.as_ptr().add(HUGE_PAGE).write(7) };
-        buffer.first_touch(Pool::with_threads(2).unwrap().rayon());
-        assert_eq!(resident_bytes(&buffer), bytes);
-        // SAFETY: as above; the pool is done.
+        unsafe { buffer.as_ptr().add(PAGE).write(7) };
+        buffer.touch(PAGE..PAGE + 1);
+        assert_eq!(resident_bytes(&buffer), PAGE);
+        buffer.touch(3 * PAGE - 1..5 * PAGE + 1);
+        assert_eq!(resident_bytes(&buffer), 5 * PAGE);
+        buffer.touch(7 * PAGE..7 * PAGE);
+        buffer.touch(9 * PAGE + 4..bytes);
+        assert_eq!(resident_bytes(&buffer), 6 * PAGE);
+        buffer.touch(0..bytes);
+        assert_eq!(resident_bytes(&buffer), 10 * PAGE);
+        // SAFETY: as above.
         let slice = unsafe { std::slice::from_raw_parts(buffer.as_ptr(), bytes) };
-        assert!(slice.iter().enumerate().all(|(i, &b)| b == if i == HUGE_PAGE { 7 } else { 0 }));
+        assert!(slice.iter().enumerate().all(|(i, &b)| b == if i == PAGE { 7 } else { 0 }));
     }
 
     #[cfg(target_os = "linux")]

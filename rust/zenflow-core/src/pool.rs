@@ -12,9 +12,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
+use crate::deal::Shares;
 use crate::error::{Error, Result};
 use crate::process::Birth;
-use crate::topology;
+use crate::topology::{self, Nodes};
 
 /// A rayon pool that belongs to the process that made it.
 #[derive(Debug)]
@@ -23,6 +24,7 @@ pub struct Pool {
     inner: ManuallyDrop<rayon::ThreadPool>,
     threads: Vec<JoinHandle<()>>,
     cores: Vec<usize>,
+    shares: Shares,
     birth: Birth,
 }
 
@@ -92,8 +94,15 @@ impl Pool {
             }
         };
 
-        let pool =
-            Self { inner: ManuallyDrop::new(inner), threads, cores: cores.to_vec(), birth: Birth::here() };
+        // A thread that may move has no node.
+        let shares = if pin {
+            let nodes = Nodes::detect();
+            Shares::by_node(&cores.iter().map(|&cpu| nodes.of(cpu)).collect::<Vec<_>>())
+        } else {
+            Shares::one(count)
+        };
+        let (inner, cores) = (ManuallyDrop::new(inner), cores.to_vec());
+        let pool = Self { inner, threads, cores, shares, birth: Birth::here() };
         // Every thread answers once, so all have started, and all have tried to pin themselves.
         pool.inner.broadcast(|_| ());
         match unpinned.load(Ordering::Relaxed) {
@@ -113,6 +122,12 @@ impl Pool {
     #[must_use]
     pub fn cores(&self) -> &[usize] {
         &self.cores
+    }
+
+    /// How work is dealt to its threads: by NUMA node where they are pinned.
+    #[must_use]
+    pub fn shares(&self) -> &Shares {
+        &self.shares
     }
 
     /// Runs `work` inside the pool, where rayon's parallel iterators use its threads, and waits for it.
@@ -192,6 +207,9 @@ mod tests {
         let cores = topology::allowed_cpus();
         let pool = Pool::new(&cores, true).unwrap();
         assert_eq!((pool.threads(), pool.cores()), (cores.len(), &cores[..]));
+        let nodes = Nodes::detect();
+        let nodes: Vec<usize> = cores.iter().map(|&cpu| nodes.of(cpu)).collect();
+        assert_eq!(pool.shares(), &Shares::by_node(&nodes));
         let seen = pool.checked().unwrap().broadcast(|context| {
             let name = thread::current().name().map(str::to_owned);
             (context.index(), name, topology::allowed_cpus())
@@ -207,7 +225,7 @@ mod tests {
     #[test]
     fn its_size_is_what_was_asked_for() {
         let pool = Pool::with_threads(3).unwrap();
-        assert_eq!(pool.threads(), 3);
+        assert_eq!((pool.threads(), pool.shares()), (3, &Shares::one(3)));
         assert_eq!(pool.install(rayon::current_num_threads), Ok(3));
         let sum: u64 = pool.install(|| (0..1000_u64).into_par_iter().sum()).unwrap();
         assert_eq!(sum, 499_500);

@@ -1,4 +1,4 @@
-//! Which logical CPUs this process may use, and which of them share a physical core.
+//! Which logical CPUs this process may use, which of them share a physical core, and which a NUMA node.
 //!
 //! Adam is bound by memory, so two hyper-threads of one core gain nothing over one of them: the pool gets
 //! one logical CPU a physical core. The default leaves one core to the training thread, which has the
@@ -9,12 +9,14 @@
 //! container with 4 CPUs' worth of time on a 64-core host has 64 CPUs in its mask, and 64 threads there
 //! would spend most of every period throttled.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
 /// Where Linux describes its CPUs.
 const SYSFS_CPUS: &str = "/sys/devices/system/cpu";
+/// Where it describes its NUMA nodes.
+const SYSFS_NODES: &str = "/sys/devices/system/node";
 
 /// The physical cores a process may use, each as the sorted logical CPUs of it that are allowed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,6 +79,47 @@ impl Topology {
             cores.remove(0);
         }
         cores
+    }
+}
+
+/// The NUMA node of each logical CPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Nodes(BTreeMap<usize, usize>);
+
+impl Nodes {
+    /// Those of this machine; without sysfs, all CPUs are on one node.
+    #[must_use]
+    pub fn detect() -> Self {
+        Self::read(Path::new(SYSFS_NODES))
+    }
+
+    /// As the sysfs tree under `root` has it (`nodeN/cpulist`). What is missing or unreadable there is left out.
+    #[must_use]
+    pub fn read(root: &Path) -> Self {
+        let mut nodes = BTreeMap::new();
+        for entry in fs::read_dir(root).into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            let number = name.to_str().and_then(|name| name.strip_prefix("node")?.parse::<usize>().ok());
+            let cpus =
+                fs::read_to_string(entry.path().join("cpulist")).ok().and_then(|text| parse_cpu_list(&text));
+            if let (Some(node), Some(cpus)) = (number, cpus) {
+                nodes.extend(cpus.into_iter().map(|cpu| (cpu, node)));
+            }
+        }
+        Self(nodes)
+    }
+
+    /// The node of `cpu`; 0 where it isn't known.
+    #[must_use]
+    pub fn of(&self, cpu: usize) -> usize {
+        self.0.get(&cpu).copied().unwrap_or(0)
+    }
+}
+
+/// `(cpu, node)` pairs.
+impl FromIterator<(usize, usize)> for Nodes {
+    fn from_iter<I: IntoIterator<Item = (usize, usize)>>(pairs: I) -> Self {
+        Self(pairs.into_iter().collect())
     }
 }
 
@@ -202,6 +245,24 @@ mod tests {
 
         let torn = FakeSysfs::new("torn", &[(0, "0,x"), (1, ""), (2, "2-9999999999"), (3, "3,9")]);
         assert_eq!(Topology::read(&torn.0, &[0, 1, 2, 3], 4).cores(), [[0], [1], [2], [3]]);
+    }
+
+    #[test]
+    fn nodes_are_read_from_their_lists() {
+        let root = std::env::temp_dir().join(format!("zenflow-nodes-{}", std::process::id()));
+        // Node 2 has memory and no CPU; `node3x` and `possible` are no nodes; the torn list is left out.
+        let files =
+            [("node0", "0-1,8\n"), ("node1", "2-3\n"), ("node2", "\n"), ("node3x", "4"), ("node4", "5-x")];
+        for (name, text) in files {
+            fs::create_dir_all(root.join(name)).unwrap();
+            fs::write(root.join(name).join("cpulist"), text).unwrap();
+        }
+        fs::write(root.join("possible"), "0-2").unwrap();
+        let nodes = Nodes::read(&root);
+        fs::remove_dir_all(&root).unwrap();
+        assert_eq!(nodes, Nodes::from_iter([(0, 0), (1, 0), (8, 0), (2, 1), (3, 1)]));
+        assert_eq!([0, 3, 8, 4, 99].map(|cpu| nodes.of(cpu)), [0, 1, 0, 0, 0]);
+        assert_eq!(Nodes::read(Path::new("/nonexistent/zenflow")), Nodes::default());
     }
 
     #[test]

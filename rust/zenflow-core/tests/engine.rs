@@ -206,11 +206,59 @@ fn an_urgent_ticket_overtakes_background_work_of_other_buckets() {
     );
 }
 
+#[test]
+fn an_urgent_ticket_interrupts_background_work_at_a_chunk() {
+    let engine = Engine::new(EngineConfig { delay: Duration::from_millis(5), ..config(2) }).unwrap();
+    let (slow, quick) = (Lane::new(&engine, 128 << 10), Lane::new(&engine, 512));
+    slow.submit(&engine, 1, 0.01, false);
+    quick.submit(&engine, 1, 0.01, true);
+    let done = wait_for(&engine, 2);
+    assert_eq!([done[0].bucket, done[1].bucket], [quick.bucket, slow.bucket]);
+    assert_eq!(slow.state(&engine), expected(slow.numel, 1));
+    assert_eq!(engine.stats().unwrap().elements, (slow.numel + quick.numel) as u64);
+}
+
+/// Without a delay the threads leave a region only when urgent work is there; whenever it comes, the bits are the same.
+#[test]
+fn interruptions_at_any_time_leave_the_bits_alone() {
+    let engine = Engine::new(config(3)).unwrap();
+    let (slow, quick) = (Lane::new(&engine, 200_000), Lane::new(&engine, 1500));
+    for step in 1..=8 {
+        slow.submit(&engine, step, 0.01 * step as f64, step % 4 == 0);
+        if step % 4 == 0 {
+            wait_for(&engine, 1);
+        } else {
+            // Each closes at once, in the middle of the slow one if that takes long enough.
+            for _ in 0..3 {
+                quick.submit(&engine, 1, 0.01, true);
+                while !wait_for(&engine, 1).iter().any(|done| done.bucket == quick.bucket) {}
+            }
+            engine.drain(LONG).unwrap();
+            engine.poll().unwrap();
+        }
+    }
+    assert_eq!(slow.state(&engine), expected(slow.numel, 8));
+    assert_eq!(engine.progress(quick.bucket).unwrap()[0].k, 18);
+}
+
+/// An urgent ticket that can't go yet, its doorbell silent or its bucket under way, holds up nothing.
+#[test]
+fn an_urgent_ticket_that_cannot_go_interrupts_nothing() {
+    let engine = Engine::new(config(2)).unwrap();
+    let (slow, silent) = (Lane::new(&engine, 50_000), Lane::new(&engine, 512));
+    assert!(engine.submit(silent.ticket(0.01, true), &[Action::Close; 2]).unwrap());
+    slow.submit(&engine, 1, 0.01, false);
+    assert_eq!(wait_for(&engine, 1)[0].bucket, slow.bucket);
+    silent.fill(1);
+    engine.ring(silent.slot, 0.5, false).unwrap();
+    assert_eq!(wait_for(&engine, 1)[0].bucket, silent.bucket);
+}
+
 /// Segments begin at multiples of 32 elements in the slots, so these have room for the gaps too.
 #[test]
 fn slots_have_gaps_between_segments() {
     let engine = Engine::new(config(1)).unwrap();
-    let parameter = engine.add_parameter(100).unwrap();
+    let parameter = engine.add_parameter(100, StateDtype::F32).unwrap();
     let bucket = engine.add_bucket(&[(parameter, 0, 33), (parameter, 40, 32), (parameter, 90, 2)]).unwrap();
     let (exact, short) = (4 * (64 + 32 + 2), 4 * (64 + 32 + 2) - 4);
     let memory = staging(2 * (SLOT_HEADER + 512));
@@ -236,7 +284,7 @@ fn slots_have_gaps_between_segments() {
     wait_for(&engine, 1);
     let state = engine.idle_state(parameter).unwrap();
     // SAFETY: idle, 100 fp32 elements.
-    let moment = unsafe { std::slice::from_raw_parts(state.exp_avg(), 100) };
+    let moment = unsafe { std::slice::from_raw_parts(state.moments().exp_avg.cast::<f32>(), 100) };
     for (i, &m) in moment.iter().enumerate() {
         let expected = if [0, 40, 90].contains(&i) { 0.5 + i as f32 / 2.0 } else { 0.0 };
         assert!((m - expected).abs() < 1e-6, "element {i}: {m}");

@@ -10,6 +10,7 @@ use zenflow_core::adam::{run_jobs, update, update_slices, Entry, Grad, Job, Out,
 use zenflow_core::dtype::Dtype;
 use zenflow_core::hyper::{power, Hyper, Pending, Scalars};
 use zenflow_core::isa::Isa;
+use zenflow_core::pool::Pool;
 
 /// Half a unit in the last place, relative: what one rounding may add.
 const ROUNDING: f64 = 1.0 / (1u64 << 24) as f64;
@@ -313,7 +314,7 @@ fn jobs_give_the_same_bits_on_any_pool() {
     });
     assert_ne!(alone.0, start);
     for threads in [1, 2, 7] {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let pool = Pool::with_threads(threads).unwrap();
         for chunk in [0, 5000, 1 << 18] {
             // SAFETY: as above, and the jobs are apart.
             let got = run(&|jobs| unsafe { run_jobs(&pool, Isa::detect(), jobs, chunk) });

@@ -12,9 +12,6 @@ use crate::error::{invalid, to_python};
 use crate::pool::Pool;
 use crate::tensor::HostTensor;
 
-/// Elements a thread takes at a time.
-const CHUNK: usize = 256 * 1024;
-
 /// `(lr, beta1, beta2, eps, weight_decay)` as Python gives it.
 pub type HyperTuple = (f64, f64, f64, f64, f64);
 
@@ -161,11 +158,11 @@ impl AdamTensors {
             jobs.push(Job { span, scalars, entry: kind });
             alive.push(grad);
         }
-        let threads = pool.inner.checked().map_err(|error| to_python(&error))?;
+        pool.inner.checked().map_err(|error| to_python(&error))?;
         py.detach(|| {
             // SAFETY: every tensor was checked for length and dtype and is kept alive, by `self` or `alive`; indices
             // are distinct, so spans don't overlap.
-            unsafe { adam::run_jobs(threads, pool.isa, &jobs, CHUNK) };
+            unsafe { adam::run_jobs(&pool.inner, pool.isa, &jobs, adam::DEFAULT_CHUNK) };
         });
         drop(alive);
         Ok(())

@@ -168,9 +168,9 @@ impl Engine {
         Ok(())
     }
 
-    /// A bucket of `(parameter, start, length)` segments, in elements.
-    fn add_bucket(&self, segments: Vec<(u32, usize, usize)>) -> PyResult<u32> {
-        self.core.add_bucket(&segments).map_err(|error| to_python(&error))
+    /// A bucket of `(parameter, start, length)` segments, in elements; the system commits its memory here.
+    fn add_bucket(&self, py: Python<'_>, segments: Vec<(u32, usize, usize)>) -> PyResult<u32> {
+        py.detach(|| self.core.add_bucket(&segments)).map_err(|error| to_python(&error))
     }
 
     /// Registers a gradient slot: 64 bytes for its doorbell, then room for a bucket's gradients.

@@ -23,6 +23,7 @@ mod wide;
 
 pub use codes::BLOCK;
 pub use convert::Moments;
+pub(crate) use jobs::Region;
 pub use jobs::{run_jobs, Job, DEFAULT_CHUNK};
 pub use slices::{update_slices, Grad, Out};
 
