@@ -129,9 +129,9 @@ impl<'a> Deal<'a> {
     /// One parallel region on `pool`: its threads claim pieces and `work` on them, until none is left or `stop` says
     /// so. Returns when every piece claimed is done.
     ///
-    /// `stop` is asked after each piece, by the thread that did it; once true, no thread claims another. So every
-    /// region that has pieces left does one at least, and one a thread if there are that many and `stop` is always
-    /// true. A single piece is done by the calling thread: waking another takes longer than handing it over gains.
+    /// `stop` is asked after each piece, by the thread that did it; once true, threads finish with the piece they are
+    /// at, or with their first. So a region is a round at least, one piece a thread as far as there are so many. A
+    /// single piece is done by the calling thread: waking another takes longer than handing it over gains.
     pub fn run(&self, pool: &Pool, stop: impl Fn() -> bool + Sync, work: impl Fn(usize) + Sync) {
         let left = self.left();
         if left <= 1 {
@@ -217,17 +217,41 @@ mod tests {
     #[test]
     fn a_region_that_is_always_stopped_is_a_round() {
         let pool = Pool::with_threads(3).unwrap();
-        let deal = Deal::new(pool.shares(), 10);
-        let mut lefts = vec![deal.left()];
-        let done = Mutex::new(Vec::new());
-        while deal.left() > 0 {
-            deal.run(&pool, || true, |piece| done.lock().unwrap().push(piece));
-            lefts.push(deal.left());
+        for shares in [Shares::one(3), Shares::by_node(&[1, 0, 1])] {
+            let deal = Deal::new(&shares, 10);
+            let mut lefts = vec![deal.left()];
+            let done = Mutex::new(Vec::new());
+            while deal.left() > 0 {
+                deal.run(&pool, || true, |piece| done.lock().unwrap().push(piece));
+                lefts.push(deal.left());
+            }
+            assert_eq!(lefts, [10, 7, 4, 1, 0]);
+            let mut done = done.into_inner().unwrap();
+            done.sort_unstable();
+            assert_eq!(done, (0..10).collect::<Vec<_>>());
         }
-        assert!(lefts.windows(2).all(|pair| (1..=3).contains(&(pair[0] - pair[1]))), "{lefts:?}");
-        let mut done = done.into_inner().unwrap();
-        done.sort_unstable();
-        assert_eq!(done, (0..10).collect::<Vec<_>>());
+    }
+
+    /// From within the pool too, where the calling thread works along.
+    #[test]
+    fn a_region_does_every_piece_once() {
+        let pool = Pool::with_threads(3).unwrap();
+        let run = |pieces: usize| {
+            let done: Vec<AtomicUsize> = (0..pieces).map(|_| AtomicUsize::new(0)).collect();
+            let deal = Deal::new(pool.shares(), pieces);
+            deal.run(
+                &pool,
+                || false,
+                |piece| {
+                    done[piece].fetch_add(1, Ordering::Relaxed);
+                },
+            );
+            assert!(done.iter().all(|count| count.load(Ordering::Relaxed) == 1), "{pieces} pieces");
+        };
+        for pieces in [0, 1, 2, 3, 47, 1000] {
+            run(pieces);
+            pool.rayon().install(|| run(pieces));
+        }
     }
 
     #[test]

@@ -134,6 +134,13 @@ fn wait_for(engine: &Engine, count: usize) -> Vec<Completion> {
     done
 }
 
+/// Waits until the worker has begun the lane's ticket number `k`.
+fn wait_for_begin(engine: &Engine, lane: &Lane, k: u64) {
+    while engine.progress(lane.bucket).unwrap()[0].k < k {
+        std::thread::yield_now();
+    }
+}
+
 /// What a lane must hold after `steps`, by the kernels alone; closes at every fourth.
 fn expected(numel: usize, steps: usize) -> [Vec<f32>; 3] {
     let (mut w, mut m, mut v) = (vec![0.0; numel], vec![0.0; numel], vec![0.0; numel]);
@@ -211,11 +218,27 @@ fn an_urgent_ticket_interrupts_background_work_at_a_chunk() {
     let engine = Engine::new(EngineConfig { delay: Duration::from_millis(5), ..config(2) }).unwrap();
     let (slow, quick) = (Lane::new(&engine, 128 << 10), Lane::new(&engine, 512));
     slow.submit(&engine, 1, 0.01, false);
+    wait_for_begin(&engine, &slow, 1);
     quick.submit(&engine, 1, 0.01, true);
     let done = wait_for(&engine, 2);
     assert_eq!([done[0].bucket, done[1].bucket], [quick.bucket, slow.bucket]);
     assert_eq!(slow.state(&engine), expected(slow.numel, 1));
     assert_eq!(engine.stats().unwrap().elements, (slow.numel + quick.numel) as u64);
+}
+
+/// Without a delay nothing but the urgent ticket itself makes the threads leave the region. It may come too late, when
+/// this thread loses its core for long, but not every time.
+#[test]
+fn the_pools_threads_look_out_for_urgent_work() {
+    let engine = Engine::new(config(2)).unwrap();
+    let (slow, quick) = (Lane::new(&engine, 300_000), Lane::new(&engine, 512));
+    let interrupted = (1..=100).any(|k| {
+        slow.submit(&engine, 1, 0.01, false);
+        wait_for_begin(&engine, &slow, k);
+        quick.submit(&engine, 1, 0.01, true);
+        wait_for(&engine, 2)[0].bucket == quick.bucket
+    });
+    assert!(interrupted);
 }
 
 /// Without a delay the threads leave a region only when urgent work is there; whenever it comes, the bits are the same.
@@ -229,6 +252,7 @@ fn interruptions_at_any_time_leave_the_bits_alone() {
             wait_for(&engine, 1);
         } else {
             // Each closes at once, in the middle of the slow one if that takes long enough.
+            wait_for_begin(&engine, &slow, step as u64);
             for _ in 0..3 {
                 quick.submit(&engine, 1, 0.01, true);
                 while !wait_for(&engine, 1).iter().any(|done| done.bucket == quick.bucket) {}
@@ -289,6 +313,35 @@ fn slots_have_gaps_between_segments() {
         let expected = if [0, 40, 90].contains(&i) { 0.5 + i as f32 / 2.0 } else { 0.0 };
         assert!((m - expected).abs() < 1e-6, "element {i}: {m}");
     }
+}
+
+/// A bucket's part of each of the three arrays is in memory before the first ticket.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_buckets_pages_are_touched_when_it_is_made() {
+    const PAGE: usize = 4096;
+    let engine = Engine::new(config(2)).unwrap();
+    let numel = 3 << 20;
+    let parameter = engine.add_parameter(numel).unwrap();
+    let state = engine.state(parameter).unwrap();
+    let resident = |array: *mut f32, start: usize, len: usize| {
+        let begin = (array.addr() + 4 * start) / PAGE * PAGE;
+        let mut seen = vec![0_u8; (array.addr() + 4 * (start + len) - begin).div_ceil(PAGE)];
+        let address = array.with_addr(begin).cast();
+        // SAFETY: the range is part of one mapping, starting on a page, and `seen` has a byte for each page.
+        assert_eq!(unsafe { libc::mincore(address, seen.len() * PAGE, seen.as_mut_ptr()) }, 0);
+        (seen.iter().filter(|&&page| page & 1 == 1).count(), seen.len())
+    };
+    let arrays = [state.master(), state.exp_avg(), state.exp_avg_sq()];
+    assert_eq!(arrays.map(|array| resident(array, 0, numel).0), [0; 3]);
+    let (start, len) = (100_001, 1_500_003);
+    engine.add_bucket(&[(parameter, start, len)]).unwrap();
+    for array in arrays {
+        let (there, all) = resident(array, start, len);
+        assert_eq!(there, all);
+    }
+    let (there, all) = resident(arrays[2], 2 << 20, 1 << 20);
+    assert!(there < all, "the rest waits for its own bucket");
 }
 
 #[test]
