@@ -322,7 +322,7 @@ fn a_buckets_pages_are_touched_when_it_is_made() {
     const PAGE: usize = 4096;
     let engine = Engine::new(config(2)).unwrap();
     let numel = 3 << 20;
-    let parameter = engine.add_parameter(numel).unwrap();
+    let parameter = engine.add_parameter(numel, StateDtype::F32).unwrap();
     let state = engine.state(parameter).unwrap();
     let resident = |array: *mut f32, start: usize, len: usize| {
         let begin = (array.addr() + 4 * start) / PAGE * PAGE;
@@ -332,7 +332,8 @@ fn a_buckets_pages_are_touched_when_it_is_made() {
         assert_eq!(unsafe { libc::mincore(address, seen.len() * PAGE, seen.as_mut_ptr()) }, 0);
         (seen.iter().filter(|&&page| page & 1 == 1).count(), seen.len())
     };
-    let arrays = [state.master(), state.exp_avg(), state.exp_avg_sq()];
+    let moments = state.moments();
+    let arrays = [state.master(), moments.exp_avg.cast(), moments.exp_avg_sq.cast()];
     assert_eq!(arrays.map(|array| resident(array, 0, numel).0), [0; 3]);
     let (start, len) = (100_001, 1_500_003);
     engine.add_bucket(&[(parameter, start, len)]).unwrap();
