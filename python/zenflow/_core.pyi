@@ -7,7 +7,9 @@ from torch import Tensor
 __all__ = [
     "AdamTensors",
     "Engine",
+    "Found",
     "HostArray",
+    "ParameterTable",
     "Pool",
     "__version__",
     "accumulate",
@@ -56,6 +58,35 @@ class AdamTensors:
         groups: Sequence[tuple[_Hyper, float, bool]],
         group_of: Sequence[int],
     ) -> None: ...
+
+@final
+class Found:
+    @property
+    def unusual(self) -> list[tuple[int, int, int]]: ...
+    @property
+    def params(self) -> list[Tensor]: ...
+    def put(self, position: int, grad: Tensor) -> None: ...
+    def stats(self, pool: Pool) -> tuple[float, bool]: ...
+
+@final
+class ParameterTable:
+    def __new__(cls) -> ParameterTable: ...
+    def register(
+        self,
+        param: Tensor,
+        weight: Tensor,
+        master: Tensor | None,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        step: Tensor,
+        k: int,
+    ) -> None: ...
+    def count(self, param: Tensor) -> int: ...
+    def stamp(self, param: Tensor) -> tuple[int, int]: ...
+    def find(self, groups: Sequence[list[Tensor]]) -> Found: ...
+    def step(
+        self, pool: Pool, found: Found, groups: Sequence[tuple[_Hyper, float, bool]]
+    ) -> bool: ...
 
 @final
 class HostArray:

@@ -12,17 +12,11 @@ from torch.optim import Optimizer
 
 from ._core import Pool
 from .config import Hyper, boolean, check_group, clip_norm, cores_of
-from .dense_adamw import DenseAdamW, DenseGroup, DenseUpdate
-from .dense_parameter import DenseParameter
+from .dense_adamw import DenseGroup
 from .errors import ArgumentError
-from .gradients import (
-    check_gradient,
-    check_parameter,
-    gradient_like,
-    parameter_name,
-    step_scale,
-)
-from .state import StateDict, check_entry, load_through, step_tensor, update_count
+from .gradients import check_parameter, step_scale
+from .parameter_table import Parameters
+from .state import StateDict, check_entry, load_through, update_count
 
 __all__ = ["CPUAdamW"]
 
@@ -109,8 +103,7 @@ class CPUAdamW(Optimizer):
 
     def _start(self) -> None:
         self._pool = Pool(None if self._cores is None else list(self._cores))
-        self._dense = DenseAdamW(self._pool)
-        self._records: dict[Tensor, DenseParameter] = {}
+        self._parameters = Parameters(self._pool)
         self.skipped_steps = 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -133,73 +126,20 @@ class CPUAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = [check_group(group) for group in self.param_groups]
-        found = self._gradients()
-        scale = step_scale(
-            self._pool, [grad for _, grad, _ in found], self._max_grad_norm, self._skip_nonfinite
-        )
+        gradients = self._parameters.find(self.param_groups)
+        scale = step_scale(gradients.stats, self._max_grad_norm, self._skip_nonfinite)
         if scale.void:
             self.skipped_steps += 1
             if self.skipped_steps == 1:
                 warnings.warn("a step with inf or NaN gradients was skipped; see skipped_steps", stacklevel=2)
             return loss
-        self._update(found, [self._group(i, hyper, scale.scale) for i, hyper in enumerate(groups)])
+        settings = [self._group(i, hyper, scale.scale) for i, hyper in enumerate(groups)]
+        self.state.update(self._parameters.update(gradients, settings))
         return loss
-
-    def _gradients(self) -> list[tuple[Tensor, Tensor, int]]:
-        """``(parameter, gradient, group index)`` of all that have one; checked, nothing changed."""
-        found = []
-        for group_index, group in enumerate(self.param_groups):
-            for index, param in enumerate(group["params"]):
-                if param.grad is None:
-                    continue
-                name = parameter_name(group, group_index, index)
-                grad = check_gradient(param, name)
-                assert grad is not None
-                record = self._records.get(param)
-                if record is not None and record.changed:
-                    raise ArgumentError(
-                        f"{name} was moved or changed to {tuple(param.shape)}, {param.dtype} after its first step; "
-                        "accepted: the same tensor. Build the optimizer after model.to(...)"
-                    )
-                found.append((param, grad, group_index))
-        return found
 
     def _group(self, index: int, hyper: Hyper, scale: float) -> DenseGroup:
         group = self.param_groups[index]
         return hyper, -scale if group["maximize"] else scale, group["decoupled_weight_decay"]
-
-    def _update(self, found: list[tuple[Tensor, Tensor, int]], groups: list[DenseGroup]) -> None:
-        updates = []
-        for param, grad, group_index in found:
-            record = self._record(param)
-            if record.adopt():
-                self._dense.forget()
-                self._expose(param, record)
-            flat = gradient_like(record.state.weight, grad)
-            updates.append(DenseUpdate(record.state, flat, record.k + 1, group_index))
-        self._dense.step(updates, groups)
-        for param, _, _ in found:
-            record = self._records[param]
-            record.k += 1
-            self.state[param]["step"] = step_tensor(record.k)
-            record.written()
-
-    def _record(self, param: Tensor) -> DenseParameter:
-        record = self._records.get(param)
-        if record is None:
-            record = self._records[param] = DenseParameter(param)
-            self._expose(param, record)
-        return record
-
-    def _expose(self, param: Tensor, record: DenseParameter) -> None:
-        entry = {
-            "step": step_tensor(record.k),
-            "exp_avg": record.state.exp_avg,
-            "exp_avg_sq": record.state.exp_avg_sq,
-        }
-        if record.state.master_weight is not None:
-            entry["master_weight"] = record.state.master_weight
-        self.state[param] = entry
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state dict of this class or of ``torch.optim.AdamW`` or ``Adam``, moments in fp32 as they are."""
@@ -218,20 +158,10 @@ class CPUAdamW(Optimizer):
 
     def _fill_state(self, state_dict: StateDict) -> None:
         params = [param for group in self.param_groups for param in group["params"]]
-        self._records.clear()
-        self._dense.forget()
+        self._parameters.clear()
         for index, entry in state_dict["state"].items():
-            param = params[index]
-            self._restore(param, entry, update_count(entry["step"], f"parameter {index}"))
-
-    def _restore(self, param: Tensor, entry: StateDict, k: int) -> None:
-        record = self._records[param] = DenseParameter(param)
-        record.k = k
-        for key in ("exp_avg", "exp_avg_sq", "master_weight"):
-            target = getattr(record.state, key)
-            if target is not None and key in entry:
-                target.copy_(entry[key].reshape(target.shape))
-        self._expose(param, record)
+            k = update_count(entry["step"], f"parameter {index}")
+            self.state[params[index]] = self._parameters.restore(params[index], entry, k)
 
     def __getstate__(self) -> dict[str, Any]:
         settings = {
@@ -239,7 +169,7 @@ class CPUAdamW(Optimizer):
             "_skip_nonfinite": self._skip_nonfinite,
             "_cores": self._cores,
         }
-        counts = {param: record.k for param, record in self._records.items()}
+        counts = self._parameters.counts
         return {**super().__getstate__(), **settings, "_counts": counts, "_skipped": self.skipped_steps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -252,7 +182,7 @@ class CPUAdamW(Optimizer):
         self.skipped_steps = skipped
         for param, k in counts.items():
             # Copied, not kept: a copy of a weight may have another memory order than its moments.
-            self._restore(param, self.state[param], k)
+            self.state[param] = self._parameters.restore(param, self.state[param], k)
 
 
 def checked_members(

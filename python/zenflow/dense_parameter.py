@@ -16,15 +16,14 @@ _ADOPTED_NUMEL = 1 << 20
 
 
 class DenseParameter:
-    """A parameter, its state, and its exact update count ``k``."""
+    """A parameter and its state."""
 
-    __slots__ = ("k", "param", "scratch", "stamp", "state")
+    __slots__ = ("param", "scratch", "stamp", "state")
 
     def __init__(self, param: Tensor) -> None:
         self.param = param
         self.scratch = _gapless(param)
         self.state = DenseState.new(param if self.scratch is None else self.scratch)
-        self.k = 0
         self.stamp_now()
 
     def stamp_now(self) -> None:
@@ -54,11 +53,17 @@ class DenseParameter:
     def written(self) -> None:
         """Brings the kernel's writes to the parameter and to autograd's notice."""
         if self.scratch is not None:
-            self.param.detach().copy_(self.scratch)
+            self.copy_back()
         else:
             # The kernel wrote behind autograd's back: a backward that still needs the old values has to fail.
             torch.autograd.graph.increment_version(self.param)
-        self.stamp_now()
+            self.stamp_now()
+
+    def copy_back(self) -> None:
+        """Brings the kernel's writes to a parameter that has gaps."""
+        if self.scratch is not None:
+            self.param.detach().copy_(self.scratch)
+            self.stamp_now()
 
 
 def adopt_weight(master: Tensor, weight: Tensor) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._core import Pool, grad_stats
 from .errors import ArgumentError
 from .matrix import is_dense
 
@@ -18,6 +17,7 @@ __all__ = [
     "StepScale",
     "check_gradient",
     "check_parameter",
+    "dense",
     "gradient_like",
     "parameter_name",
     "step_scale",
@@ -79,7 +79,7 @@ def check_gradient(param: Tensor, name: str) -> Tensor | None:
         raise ArgumentError(
             f"the gradient of {name} is on device {grad.device}; accepted: the parameter's, {param.device}"
         )
-    return grad
+    return grad.resolve_neg()
 
 
 class StepScale:
@@ -93,19 +93,16 @@ class StepScale:
 
 
 def step_scale(
-    pool: Pool,
-    grads: Sequence[Tensor],
-    max_grad_norm: float | None,
-    skip_nonfinite: bool,
+    stats: Callable[[], tuple[float, bool]], max_grad_norm: float | None, skip_nonfinite: bool
 ) -> StepScale:
     """Clip coefficient over the global norm, as ``torch.nn.utils.clip_grad_norm_`` has it, and the void flag.
 
-    One read-only pass over the gradients, and only where one of the two is asked for. With ``max_grad_norm`` alone,
-    non-finite gradients go through, as they do in torch.
+    ``stats`` gives the squared norm of all gradients and whether any element is inf or NaN; it is called where one of
+    the two is asked for. With ``max_grad_norm`` alone, non-finite gradients go through, as they do in torch.
     """
     if max_grad_norm is None and not skip_nonfinite:
         return StepScale()
-    sum_of_squares, non_finite = grad_stats(pool, [dense(grad) for grad in grads])
+    sum_of_squares, non_finite = stats()
     if non_finite and skip_nonfinite:
         return StepScale(void=True)
     if max_grad_norm is None:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from . import checkpoint
-from ._core import Engine, Pool
+from ._core import Engine, Pool, grad_stats
 from .accelerator import accelerator_for
 from .config import STATE_BYTES, Config, Hyper
 from .dense_adamw import DenseAdamW, DenseGroup, DenseUpdate
 from .errors import ZenFlowError
 from .gate import Gate, Gates
-from .gradients import gradient_like, step_scale
+from .gradients import dense, gradient_like, step_scale
 from .parameters import Bucket, OffloadedParameter
 from .registry import Registry, SmallParameter
 from .schedule import closes, selects, steps_to_close, warming_up
@@ -71,7 +71,11 @@ class Pipeline:
         with self._lock, torch.no_grad():
             start = self._accelerator.clock()
             grads = [grad for _, grad in named]
-            scale = step_scale(self._pool, grads, self.config.max_grad_norm, self.config.skip_nonfinite)
+            scale = step_scale(
+                lambda: grad_stats(self._pool, [dense(grad) for grad in grads]),
+                self.config.max_grad_norm,
+                self.config.skip_nonfinite,
+            )
             if scale.void:
                 self._skip()
             else:

@@ -24,14 +24,15 @@ __all__ = ["Registry", "SmallParameter", "fill_from"]
 
 
 class SmallParameter(DenseParameter):
-    """A parameter that is updated whole at every step, on the device side."""
+    """A parameter that is updated whole at every step, on the device side; ``k`` counts its updates."""
 
-    __slots__ = ("group", "name")
+    __slots__ = ("group", "k", "name")
 
     def __init__(self, param: Tensor, name: str, group: int) -> None:
         super().__init__(param)
         self.name = name
         self.group = group
+        self.k = 0
 
 
 class Registry:

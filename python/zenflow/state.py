@@ -17,16 +17,17 @@ from torch.optim import Optimizer
 
 from .errors import ArgumentError
 
-__all__ = ["check_entry", "load_through", "step_tensor", "update_count"]
+__all__ = ["EXACT_IN_FLOAT32", "check_entry", "load_through", "step_tensor", "update_count"]
 
 StateDict = dict[str, Any]
 
-_EXACT_IN_FLOAT32 = 1 << 24
+#: The last update count that float32 holds exactly, with all before it.
+EXACT_IN_FLOAT32 = 1 << 24
 
 
 def step_tensor(k: int) -> Tensor:
     """An update count as torch.optim keeps it; float64 from 2^24 on, where float32 would stand still."""
-    return torch.tensor(float(k), dtype=torch.float32 if k <= _EXACT_IN_FLOAT32 else torch.float64)
+    return torch.tensor(float(k), dtype=torch.float32 if k <= EXACT_IN_FLOAT32 else torch.float64)
 
 
 def update_count(step: Any, name: str) -> int:

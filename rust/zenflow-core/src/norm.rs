@@ -74,6 +74,62 @@ pub unsafe fn stats_on(pool: &ThreadPool, isa: Isa, grad: *const u8, dtype: Dtyp
     })
 }
 
+/// A gradient among many.
+#[derive(Clone, Copy, Debug)]
+pub struct Array {
+    /// First element.
+    pub address: *const u8,
+    /// Format.
+    pub dtype: Dtype,
+    /// Elements.
+    pub len: usize,
+}
+
+// SAFETY: only an address; `stats_of`, which reads what is behind, asks its caller that any thread may.
+unsafe impl Send for Array {}
+// SAFETY: as above.
+unsafe impl Sync for Array {}
+
+/// [`Stats`] of many gradients together, in one parallel region: the sum of each as [`stats`] has it, and these added
+/// as a tree.
+///
+/// # Safety
+///
+/// As for [`stats`], for each of them.
+#[must_use]
+pub unsafe fn stats_of(pool: &ThreadPool, isa: Isa, grads: &[Array]) -> Stats {
+    // All their blocks in a row: the first of each gradient, and the row's end.
+    let mut starts = Vec::with_capacity(grads.len() + 1);
+    let mut end = 0;
+    starts.push(end);
+    for grad in grads {
+        end += grad.len.div_ceil(BLOCK);
+        starts.push(end);
+    }
+    let mut partials = vec![0.0; end];
+    let piece = |(index, mut out): (usize, &mut [f64])| {
+        let mut at = index * BLOCKS_A_PIECE;
+        // The last gradient that starts at or before the piece; gradients without elements are passed over.
+        let mut i = starts.partition_point(|&start| start <= at) - 1;
+        let mut non_finite = false;
+        while !out.is_empty() {
+            let (mine, rest) = out.split_at_mut(out.len().min(starts[i + 1] - at));
+            let Array { address, dtype, len } = grads[i];
+            let start = (at - starts[i]) * BLOCK;
+            let count = (len - start).min(mine.len() * BLOCK);
+            // SAFETY: elements `start..start + count` lie within the gradient, which the caller vouches for.
+            non_finite |=
+                unsafe { block_partials(isa, address.add(start * dtype.size()), dtype, count, mine) };
+            (at, out) = (at + mine.len(), rest);
+            i += 1;
+        }
+        non_finite
+    };
+    let non_finite = in_pieces(pool, &mut partials, piece);
+    let sums: Vec<_> = starts.windows(2).map(|ends| pairwise_sum(&partials[ends[0]..ends[1]])).collect();
+    Stats { sum_of_squares: pairwise_sum(&sums), non_finite }
+}
+
 /// The sums of squares of each [`BLOCK`] of a gradient (the last may be short), and whether some element is
 /// infinite or NaN. For callers that cut and combine themselves: concatenate, then [`pairwise_sum`].
 ///
@@ -140,13 +196,21 @@ pub(crate) fn on_pool(
         let start = index * BLOCKS_A_PIECE * BLOCK;
         f(start, (len - start).min(BLOCKS_A_PIECE * BLOCK), out)
     };
-    let non_finite = if partials.len() <= BLOCKS_A_PIECE {
-        !partials.is_empty() && piece((0, &mut partials))
-    } else {
-        let pieces = partials.par_chunks_mut(BLOCKS_A_PIECE).enumerate().with_max_len(1);
-        pool.install(|| pieces.map(piece).reduce(|| false, |a, b| a | b))
-    };
+    let non_finite = in_pieces(pool, &mut partials, piece);
     Stats { sum_of_squares: pairwise_sum(&partials), non_finite }
+}
+
+/// Calls `f` with the number and the partial sums of each piece, on the pool where there are several; true if any was.
+fn in_pieces(
+    pool: &ThreadPool,
+    partials: &mut [f64],
+    f: impl Fn((usize, &mut [f64])) -> bool + Sync + Send,
+) -> bool {
+    if partials.len() <= BLOCKS_A_PIECE {
+        return !partials.is_empty() && f((0, partials));
+    }
+    let pieces = partials.par_chunks_mut(BLOCKS_A_PIECE).enumerate().with_max_len(1);
+    pool.install(|| pieces.map(f).reduce(|| false, |a, b| a | b))
 }
 
 /// Where a reduction gets its elements; getting one may have an effect, and happens once.

@@ -13,7 +13,7 @@ use zenflow_core::hyper::Pending;
 use zenflow_core::migrate;
 use zenflow_core::ticket::{Completion, Ticket};
 
-use crate::adam::{hyper_from, HyperTuple};
+use crate::adam::{float_tensors, hyper_from, HyperTuple};
 use crate::error::{invalid, to_python};
 use crate::pool::isa_from;
 use crate::tensor::HostTensor;
@@ -143,7 +143,7 @@ impl Engine {
         exp_avg_sq: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let state = self.core.idle_state(parameter).map_err(|error| to_python(&error))?;
-        let [first, second] = moment_tensors(&state, exp_avg, exp_avg_sq)?;
+        let [first, second] = float_tensors(state.numel(), exp_avg, exp_avg_sq)?;
         py.detach(|| {
             // SAFETY: the state is idle; the tensors have as many float32 elements and are kept alive.
             unsafe { state.moments().read(first.floats_mut(), second.floats_mut()) };
@@ -160,7 +160,7 @@ impl Engine {
         exp_avg_sq: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let state = self.core.idle_state(parameter).map_err(|error| to_python(&error))?;
-        let [first, second] = moment_tensors(&state, exp_avg, exp_avg_sq)?;
+        let [first, second] = float_tensors(state.numel(), exp_avg, exp_avg_sq)?;
         py.detach(|| {
             // SAFETY: as in `read_moments`.
             unsafe { state.moments().write(first.floats_mut(), second.floats_mut()) };
@@ -339,18 +339,6 @@ impl Engine {
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.core.close()).map_err(|error| to_python(&error))
     }
-}
-
-/// Two float32 tensors of a state's length.
-fn moment_tensors(
-    state: &HostState,
-    exp_avg: &Bound<'_, PyAny>,
-    exp_avg_sq: &Bound<'_, PyAny>,
-) -> PyResult<[HostTensor; 2]> {
-    let tensors = [HostTensor::new(exp_avg, "exp_avg")?, HostTensor::new(exp_avg_sq, "exp_avg_sq")?];
-    tensors[0].float32("exp_avg", state.numel())?;
-    tensors[1].float32("exp_avg_sq", state.numel())?;
-    Ok(tensors)
 }
 
 fn checked_columns(columns: &Bound<'_, PyAny>, cols: usize) -> PyResult<Vec<u32>> {

@@ -5,10 +5,12 @@
 #![allow(clippy::needless_pass_by_value, clippy::too_many_arguments)]
 
 mod adam;
+mod dlpack;
 mod engine;
 mod error;
 mod pool;
 mod roofline;
+mod table;
 mod tensor;
 
 use pyo3::prelude::*;
@@ -39,6 +41,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<pool::Pool>()?;
     module.add_class::<adam::AdamTensors>()?;
+    module.add_class::<table::ParameterTable>()?;
+    module.add_class::<table::Found>()?;
     module.add_class::<engine::Engine>()?;
     module.add_class::<engine::HostArray>()?;
     module.add_function(wrap_pyfunction!(adam::grad_stats, module)?)?;
