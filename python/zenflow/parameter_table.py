@@ -77,7 +77,7 @@ class Parameters:
             zenflow.ArgumentError: where a gradient can't be used, or a parameter is no longer what it was. Nothing is
                 changed.
         """
-        found = self._table.find([group["params"] for group in groups])
+        found = self._table.find([list(group["params"]) for group in groups])
         unusual = []
         for position, group_index, index in found.unusual:
             group = groups[group_index]

@@ -22,6 +22,13 @@ use crate::tensor::{increment_version, HostTensor, Kind, Layout, Reader, View};
 /// The last count that a float32 holds exactly, with all before it.
 const EXACT: u64 = 1 << 24;
 
+/// Parameters that the walk looks ahead. What it needs of each lies in several places that the last step's kernel has
+/// driven out of the caches, each known only from the one before; so it mostly waits for memory.
+const AHEAD: usize = 12;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
 struct Row {
     /// The parameter's identity. The caller keeps the object, or else drops the table.
     object: usize,
@@ -36,6 +43,9 @@ struct Row {
     /// Updates so far, and the scalar that shows them to the user.
     k: u64,
     step: *mut f32,
+    /// The last gradient's object, and torch's records of the parameter and of that gradient: only prefetched.
+    grad: usize,
+    records: [usize; 2],
     _alive: Vec<HostTensor>,
 }
 
@@ -166,6 +176,8 @@ impl ParameterTable {
             arrays,
             k,
             step: address,
+            grad: 0,
+            records: [view.record, 0],
             _alive: alive,
         };
         if let Some(&place) = self.places.get(&object) {
@@ -189,7 +201,7 @@ impl ParameterTable {
     }
 
     /// All parameters of the groups' lists that have a gradient.
-    fn find(&self, py: Python<'_>, groups: Vec<Bound<'_, PyList>>) -> PyResult<Found> {
+    fn find(&mut self, py: Python<'_>, groups: Vec<Bound<'_, PyList>>) -> PyResult<Found> {
         let reader = Reader::new(py)?;
         let params = PyList::empty(py);
         let mut found = Found { items: Vec::new(), unusual: Vec::new(), params: params.clone().unbind() };
@@ -205,6 +217,7 @@ impl ParameterTable {
                     continue;
                 }
                 let object = identity(&param);
+                self.prefetch(next + AHEAD);
                 let row = match self.rows.get(next) {
                     Some(row) if row.object == object => Some(next),
                     _ => self.places.get(&object).copied(),
@@ -213,7 +226,11 @@ impl ParameterTable {
                     Some(row) => self.usual(reader, &self.rows[row], &param, &grad, &mut views)?,
                     None => None,
                 };
-                if usual.is_none() {
+                if let (Some(row), Some(_)) = (row, usual) {
+                    let row = &mut self.rows[row];
+                    row.grad = identity(&grad);
+                    row.records[1] = views.1.record;
+                } else {
                     found.unusual.push((found.items.len(), group, index));
                 }
                 found.items.push(Item { object, group, row, grad: usual, alive: grad.unbind() });
@@ -277,6 +294,16 @@ impl ParameterTable {
 }
 
 impl ParameterTable {
+    /// Asks for torch's records of a parameter that the walk will come to, as far as their addresses are known.
+    fn prefetch(&self, place: usize) {
+        let Some(row) = self.rows.get(place) else { return };
+        let [param, grad] = row.records;
+        for address in [row.object, param, param.wrapping_sub(LINE), row.grad, grad, grad.wrapping_sub(LINE)]
+        {
+            prefetch(address);
+        }
+    }
+
     fn row(&self, param: &Bound<'_, PyAny>) -> PyResult<&Row> {
         let place = self.places.get(&identity(param));
         let place = place.ok_or_else(|| invalid("param", "not registered", "a registered parameter"))?;
@@ -328,6 +355,18 @@ impl ParameterTable {
         }
         Ok(Some(Gradient { address: view.address, dtype, numel }))
     }
+}
+
+/// Asks for a cache line, whatever the address.
+fn prefetch(address: usize) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
+        // SAFETY: a prefetch never faults, and every x86-64 has it.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::without_provenance(address)) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
 }
 
 fn identity(object: &Bound<'_, PyAny>) -> usize {

@@ -130,12 +130,14 @@ impl Layout {
 pub struct View {
     pub address: *mut u8,
     pub layout: Layout,
+    /// An address within torch's own record of the tensor, good for a prefetch only; 0 where it isn't known.
+    pub record: usize,
 }
 
 impl Default for View {
     fn default() -> Self {
         let layout = Layout { kind: Kind::Uint8, shape: Vec::new(), strides: Vec::new() };
-        Self { address: std::ptr::null_mut(), layout }
+        Self { address: std::ptr::null_mut(), layout, record: 0 }
     }
 }
 
@@ -207,6 +209,7 @@ impl Reader {
         layout.strides.clear();
         if ndim > 0 {
             if tensor.strides.is_null() {
+                // Contiguous, by an older version of the format: left to the attributes.
                 return false;
             }
             // SAFETY: both have `ndim` entries and live as long as the tensor, which nobody changes: the GIL is held.
@@ -219,6 +222,7 @@ impl Reader {
             layout.shape.extend_from_slice(shape);
             layout.strides.extend_from_slice(strides);
         }
+        view.record = tensor.shape.addr();
         view.address = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize);
         true
     }
@@ -264,6 +268,7 @@ impl Reader {
         };
         let address: usize = object.call_method0(intern!(py, "data_ptr"))?.extract()?;
         view.address = address as *mut u8;
+        view.record = 0;
         Ok(())
     }
 }
