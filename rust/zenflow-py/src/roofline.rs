@@ -1,8 +1,8 @@
 //! The memory roofline that benchmarks hold the kernels against.
 
+use pyo3::intern;
 use pyo3::prelude::*;
-use zenflow_core::dtype::Dtype;
-use zenflow_core::roofline::{pass, Streams, MOST_UPDATES};
+use zenflow_core::roofline::{pass, Array, Streams, WIDTHS};
 
 use crate::error::{invalid, to_python};
 use crate::pool::Pool;
@@ -11,9 +11,35 @@ use crate::tensor::HostTensor;
 /// Alignment of an array that is written past the caches.
 const LINE: usize = 64;
 
-/// Goes over memory once, as fast as the machine can: `read` is read, `updates` (up to three, float32) are read and
-/// written back as they were, `write` is overwritten past the caches; next to no arithmetic. A last piece of fewer
-/// than 32 elements is left out.
+/// An array of a pass and the tensor, as bytes, that keeps its memory alive.
+struct Bits {
+    array: Array,
+    numel: usize,
+    _tensor: HostTensor,
+}
+
+impl Bits {
+    /// Takes a tensor of any dtype that is 1, 2 or 4 bytes wide: to a pass all are bits.
+    fn new(tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<Self> {
+        let py = tensor.py();
+        let uint8 = PyModule::import(py, "torch")?.getattr(intern!(py, "uint8"))?;
+        let Ok(bytes) = tensor.call_method1(intern!(py, "view"), (uint8,)) else {
+            HostTensor::new(tensor, name)?;
+            return Err(invalid(name, "a tensor that can't be viewed as bytes", "a contiguous tensor"));
+        };
+        let bytes = HostTensor::new(&bytes, name)?;
+        let (address, count) = bytes.bytes(name)?;
+        let width: usize = tensor.call_method0(intern!(py, "element_size"))?.extract()?;
+        if !WIDTHS.contains(&width) {
+            return Err(invalid(name, format!("a tensor of {width}-byte elements"), "1, 2 or 4 bytes"));
+        }
+        Ok(Self { array: Array { address, width }, numel: count / width, _tensor: bytes })
+    }
+}
+
+/// Goes over memory once, as fast as the machine can: `read` is read, each of `updates` is read and written back as it
+/// was, `write` is overwritten with bits of `read`, past the caches; no arithmetic. Tensors of one length and of any
+/// dtype 1, 2 or 4 bytes wide. A last piece of fewer than 64 elements is left out.
 #[pyfunction]
 #[pyo3(signature = (pool, read, updates, write=None))]
 pub fn roofline(
@@ -23,42 +49,34 @@ pub fn roofline(
     updates: Vec<Bound<'_, PyAny>>,
     write: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
-    let read = HostTensor::new(read, "read")?;
-    let read_dtype = read.float("read")?;
-    if updates.len() > MOST_UPDATES {
-        return Err(invalid("updates", format!("{} tensors", updates.len()), "up to 3 tensors"));
-    }
-    let mut addresses = [std::ptr::null_mut(); MOST_UPDATES];
-    let mut alive = Vec::with_capacity(MOST_UPDATES + 1);
-    for (address, update) in addresses.iter_mut().zip(&updates) {
-        let update = HostTensor::new(update, "updates")?;
-        *address = update.float32("updates", read.numel)?;
-        alive.push(update);
-    }
-    let (mut to, mut write_dtype) = (std::ptr::null_mut(), Dtype::F32);
-    if let Some(write) = write {
-        let write = HostTensor::new(write, "write")?;
-        (to, write_dtype) = (write.address(), write.float("write")?);
-        if write.numel != read.numel || !to.addr().is_multiple_of(LINE) {
-            let value = format!("a tensor of {} elements at {to:p}", write.numel);
-            let accepted = format!("{} elements, aligned to {LINE} bytes", read.numel);
-            return Err(invalid("write", value, &accepted));
+    let read = Bits::new(read, "read")?;
+    let length = |bits: &Bits, name: &str| {
+        if bits.numel == read.numel {
+            return Ok(());
         }
-        alive.push(write);
+        let value = format!("a tensor of {} elements", bits.numel);
+        Err(invalid(name, value, &format!("{} elements, as read has", read.numel)))
+    };
+    let updates = updates.iter().map(|update| Bits::new(update, "updates")).collect::<PyResult<Vec<_>>>()?;
+    updates.iter().try_for_each(|update| length(update, "updates"))?;
+    let write = write.map(|write| Bits::new(write, "write")).transpose()?;
+    if let Some(write) = &write {
+        length(write, "write")?;
+        let address = write.array.address;
+        if !address.addr().is_multiple_of(LINE) {
+            return Err(invalid("write", format!("a tensor at {address:p}"), "aligned to 64 bytes"));
+        }
     }
+    let arrays: Vec<Array> = updates.iter().map(|update| update.array).collect();
     let streams = Streams {
-        read: read.address(),
-        read_dtype,
-        updates: addresses,
-        update_count: updates.len(),
-        write: to,
-        write_dtype,
+        read: read.array,
+        updates: &arrays,
+        write: write.as_ref().map(|write| write.array),
         len: read.numel,
     };
-    let threads = pool.inner.checked().map_err(|error| to_python(&error))?;
-    // SAFETY: dense tensors of the same length, of the dtypes given and kept alive by `read` and `alive`. That they
-    // don't overlap is the caller's part.
-    py.detach(|| unsafe { pass(threads, pool.isa, &streams) });
-    drop(alive);
+    pool.inner.checked().map_err(|error| to_python(&error))?;
+    // SAFETY: dense tensors of the same length, of the widths given and kept alive by `read`, `updates` and `write`.
+    // That they don't overlap is the caller's part.
+    py.detach(|| unsafe { pass(&pool.inner, pool.isa, &streams) });
     Ok(())
 }
