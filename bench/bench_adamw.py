@@ -7,13 +7,13 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-import peers
-from adam_arrays import GROUP, AdamArrays, split
 from harness import FULL, contest
-from memory import Memory
-from oracle import HYPER, K
-from peers import Peer
 from zenflow import CPUAdamW, _core
+from zenflow.cli.bench import peers
+from zenflow.cli.bench.adam_arrays import GROUP, AdamArrays, split
+from zenflow.cli.bench.memory import Memory
+from zenflow.cli.bench.oracle import HYPER, K
+from zenflow.cli.bench.peers import Peer
 
 #: Gradient, master and two moments read; master and moments written. The offload pass: the same sum, otherwise divided.
 BYTES = 28

@@ -7,52 +7,15 @@ import math
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
-from torch import Tensor
 
-from adam_arrays import EXP_AVG, GRAD
-from harness import contest
-from memory import Memory, tile
-from oracle import check_bits, sample
+from harness import compete, contest
 from zenflow import _core
-
-
-class Sum:
-    """An fp32 ``total`` and a bf16 ``grad`` to add to it; ``grad32`` for peers that cast first."""
-
-    def __init__(self, memory: Memory, numel: int) -> None:
-        self.total, self.grad32 = (memory.empty(numel, torch.float32) for _ in range(2))
-        self.grad = memory.filled(numel, torch.bfloat16, GRAD)
-        self.numel = numel
-
-    def reset(self) -> None:
-        tile(self.total, EXP_AVG)
-
-    def check(self, name: str, *, first: bool = False) -> None:
-        """One addition in fp32, or the gradient itself."""
-        at = sample(self.numel)
-        grad, start = (block[at % GRAD.numel()] for block in (GRAD.bfloat16().float(), EXP_AVG))
-        check_bits(f"{name}: total", self.total[at], grad if first else start + grad)
-
-    def add(self) -> None:
-        self.total.add_(self.grad)
-
-    def cast_and_add(self) -> None:
-        self.grad32.copy_(self.grad)
-        self.total.add_(self.grad32)
-
-
-def squares(array: Tensor) -> float:
-    """The sum of squares in float64."""
-    return sum(float(part.double().square().sum()) for part in array.split(1 << 22))
-
-
-#: Of our squared norm, against float64; torch adds up long runs in fp32 and ends over 1% low at 64 Mi elements.
-OURS_WITHIN, TORCH_WITHIN = 1e-6, 3e-2
-
-
-def check_stats(stats: tuple[float, bool], array: Tensor, within: float) -> None:
-    assert math.isclose(stats[0], squares(array), rel_tol=within)
-    assert stats[1] is not bool(array.isfinite().all())
+from zenflow.cli.bench import peers
+from zenflow.cli.bench.adam_arrays import EXP_AVG
+from zenflow.cli.bench.gradients import OURS_WITHIN, TORCH_WITHIN, Sum
+from zenflow.cli.bench.memory import Memory
+from zenflow.cli.bench.oracle import check_bits, check_stats, sample
+from zenflow.cli.bench.setting import Setting
 
 
 @pytest.fixture
@@ -60,67 +23,19 @@ def arrays(memory: Memory, numel: int) -> Sum:
     return Sum(memory, numel)
 
 
-def test_accumulate(benchmark: BenchmarkFixture, pool: _core.Pool, numel: int, arrays: Sum) -> None:
-    """bf16 into fp32 (ours learns the norm besides)."""
-
-    def ours() -> tuple[float, bool]:
-        return _core.accumulate(pool, arrays.total, arrays.grad)
-
-    others = {"torch total.add_(grad)": arrays.add, "torch cast, add_": arrays.cast_and_add}
-    for name, call in {"zenflow": ours, **others}.items():
-        arrays.reset()
-        call()
-        arrays.check(name)
-    contest(
-        benchmark,
-        "accumulate",
-        numel=numel,
-        bytes_per_element=10,
-        ours=ours,
-        peers=others,
-        roofline=lambda: _core.roofline(pool, arrays.grad, [arrays.total]),
-    )
+@pytest.mark.parametrize("work", ["accumulate", "accumulate_stats"])
+def test_accumulate(
+    benchmark: BenchmarkFixture, pool: _core.Pool, memory: Memory, numel: int, work: str
+) -> None:
+    """bf16 into fp32, alone and with the norm and whether all is finite."""
+    compete(benchmark, work, Setting(numel, pool, _core.all_cores(), peers.names(), memory))
 
 
-def test_accumulate_stats(benchmark: BenchmarkFixture, pool: _core.Pool, numel: int, arrays: Sum) -> None:
-    """The same with the squared norm of the sum and whether it is finite."""
-
-    def ours() -> tuple[float, bool]:
-        return _core.accumulate(pool, arrays.total, arrays.grad)
-
-    def stats() -> tuple[float, bool]:
-        norm = torch.linalg.vector_norm(arrays.total)
-        return float(norm) ** 2, not bool(torch.isfinite(arrays.total).all())
-
-    def torch_add() -> tuple[float, bool]:
-        arrays.add()
-        return stats()
-
-    def torch_cast_and_add() -> tuple[float, bool]:
-        arrays.cast_and_add()
-        return stats()
-
-    others = {
-        "torch add_, vector_norm, isfinite": torch_add,
-        "torch cast, add_, vector_norm, isfinite": torch_cast_and_add,
-    }
-    for name, call in {"zenflow": ours, **others}.items():
-        arrays.reset()
-        found = call()
-        arrays.check(name)
-        check_stats(found, arrays.total, OURS_WITHIN if name == "zenflow" else TORCH_WITHIN)
-    arrays.total[-1] = math.inf
-    assert ours()[1]
+def test_accumulate_sees_infinity(pool: _core.Pool, arrays: Sum) -> None:
+    """What the contest's numbers, all finite, don't show."""
     arrays.reset()
-    contest(
-        benchmark,
-        "accumulate_stats",
-        numel=numel,
-        bytes_per_element=10,
-        ours=ours,
-        peers=others,
-        roofline=lambda: _core.roofline(pool, arrays.grad, [arrays.total]),
-    )
+    arrays.total[-1] = math.inf
+    assert _core.accumulate(pool, arrays.total, arrays.grad)[1]
 
 
 def test_accumulate_first(benchmark: BenchmarkFixture, pool: _core.Pool, numel: int, arrays: Sum) -> None:
@@ -132,7 +47,7 @@ def test_accumulate_first(benchmark: BenchmarkFixture, pool: _core.Pool, numel: 
     def cast() -> None:
         arrays.total.copy_(arrays.grad)
 
-    check_stats(ours(), arrays.grad, OURS_WITHIN)
+    check_stats("zenflow", ours(), arrays.grad, OURS_WITHIN)
     arrays.check("zenflow", first=True)
     arrays.total.zero_()
     cast()
@@ -158,8 +73,8 @@ def test_grad_stats(benchmark: BenchmarkFixture, pool: _core.Pool, numel: int, a
         norm = torch.linalg.vector_norm(arrays.grad, dtype=torch.float32)
         return float(norm) ** 2, not bool(torch.isfinite(arrays.grad).all())
 
-    check_stats(ours(), arrays.grad, OURS_WITHIN)
-    check_stats(torch_stats(), arrays.grad, TORCH_WITHIN)
+    check_stats("zenflow", ours(), arrays.grad, OURS_WITHIN)
+    check_stats("torch", torch_stats(), arrays.grad, TORCH_WITHIN)
     contest(
         benchmark,
         "grad_stats",
@@ -172,27 +87,22 @@ def test_grad_stats(benchmark: BenchmarkFixture, pool: _core.Pool, numel: int, a
 
 
 def test_cast_down(benchmark: BenchmarkFixture, pool: _core.Pool, numel: int, arrays: Sum) -> None:
-    """fp32 to bf16, of which we have no pass of its own: what the offload pass spares, against the bare stores."""
-
-    def roofline() -> None:
-        _core.roofline(pool, arrays.total, [], arrays.grad)
+    """fp32 to bf16 by torch: the pass that the offload pass spares."""
 
     def cast() -> None:
         arrays.grad.copy_(arrays.total)
 
-    whole = numel // 32 * 32  # the roofline leaves out the rest
-    for call in (roofline, cast):
-        arrays.reset()
-        arrays.grad.zero_()
-        call()
-        at = sample(whole)
-        check_bits("cast", arrays.grad[at], EXP_AVG[at % EXP_AVG.numel()].bfloat16())
+    arrays.reset()
+    cast()
+    at = sample(numel)
+    check_bits("torch", arrays.grad[at], EXP_AVG[at % EXP_AVG.numel()].bfloat16())
     contest(
         benchmark,
         "cast_down: fp32 to bf16",
         numel=numel,
         bytes_per_element=6,
-        ours=roofline,
-        ours_name="roofline pass",
-        peers={"torch grad.copy_(total)": cast},
+        ours=cast,
+        ours_name="torch grad.copy_(total)",
+        peers={},
+        roofline=lambda: _core.roofline(pool, arrays.total, [], arrays.grad),
     )

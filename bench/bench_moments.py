@@ -10,11 +10,11 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-from adam_arrays import EXP_AVG, EXP_AVG_SQ, GRAD
 from harness import contest
-from memory import Memory, tile
-from oracle import HYPER, check_close, moments64, sample
 from zenflow import _core
+from zenflow.cli.bench.adam_arrays import EXP_AVG, EXP_AVG_SQ, GRAD
+from zenflow.cli.bench.memory import Memory, tile
+from zenflow.cli.bench.oracle import HYPER, check_close, moments64, sample
 
 #: A bf16 gradient and two moments read, the moments written.
 BYTES = 18

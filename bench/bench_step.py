@@ -6,10 +6,10 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from adam_arrays import GROUP, WEIGHT, noise
 from harness import FULL, contest
-from oracle import HYPER, adamw64, check_close, sample
 from zenflow import CPUAdamW, _core
+from zenflow.cli.bench.adam_arrays import GROUP, WEIGHT, noise
+from zenflow.cli.bench.oracle import HYPER, adamw64, check_close, sample
 
 TENSORS = [1, 256]
 

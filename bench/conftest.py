@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import re
-from pathlib import Path
-
 import pytest
-import torch
 
-from harness import FULL, REPORTS, ROUNDS, Row
-from memory import Memory
+from harness import FULL, REPORTS, ROUNDS
 from zenflow import _core
+from zenflow.cli.bench.contest import Row
+from zenflow.cli.bench.machine import describe
+from zenflow.cli.bench.memory import Memory
 
 
 @pytest.fixture(scope="session")
@@ -75,9 +71,9 @@ def _cells(row: Row) -> list[str]:
         f"{row.ms[1]:.2f} - {row.ms[2]:.2f}",
         f"{row.ns_per_element:.3f}",
         f"{row.gb_per_s:.1f}",
-        "" if row.of_roofline is None else f"{row.of_roofline:.2f}",
-        f"{row.ratio[0]:.2f}",
-        f"{row.ratio[1]:.2f} - {row.ratio[2]:.2f}",
+        "" if row.roofline_share is None else f"{row.roofline_share:.2f}",
+        f"{row.ratio[0]:.2f}" if row.ratio else "",
+        f"{row.ratio[1]:.2f} - {row.ratio[2]:.2f}" if row.ratio else "",
         f"{row.cores:.2f}",
     )
     return [_cell(text, width, i) for i, (text, (_, width)) in enumerate(zip(texts, COLUMNS, strict=True))]
@@ -85,18 +81,15 @@ def _cells(row: Row) -> list[str]:
 
 def machine() -> str:
     """Processor, cores, instruction set, huge pages, versions."""
-    cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    huge = re.search(r"\[(\w+)\]", pages.read_text()) if pages.exists() else None
+    found = describe()
     return ", ".join(
         (
-            found[1] if found else platform.processor() or platform.machine(),
-            f"{os.cpu_count()} CPUs",
-            f"{len(_core.all_cores())} threads",
-            _core.isas()[0],
-            f"huge pages {huge[1] if huge else 'unknown'}",
-            f"torch {torch.__version__}",
-            f"zenflow {_core.__version__}",
+            found["cpu"],
+            f"{found['logical_cpus']} CPUs",
+            f"{found['cores']} threads",
+            found["isa"],
+            f"huge pages {found['transparent_huge_pages']}",
+            f"torch {found['torch']}",
+            f"zenflow {found['zenflow']}",
         )
     )

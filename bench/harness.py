@@ -8,41 +8,20 @@ pytest-benchmark drives the rounds: what it times is ours, and its setup times t
 from __future__ import annotations
 
 import os
-import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from quiet import wait_until_quiet
+from zenflow.cli.bench.contest import OURS, PAUSE, ROOFLINE, WARMUP, Call, Row, Times, contest_rows, rotate
+from zenflow.cli.bench.quiet import wait_until_quiet
+from zenflow.cli.bench.setting import Setting
+from zenflow.cli.bench.works import WORKS
 
 FULL = os.environ.get("ZENFLOW_BENCH_FULL", "") not in {"", "0"}
 ROUNDS = int(os.environ.get("ZENFLOW_BENCH_ROUNDS", "21"))
-WARMUP = 1
-
-#: Before each call, until the threads of the one before have parked: OpenMP's spin on their cores for some while.
-PAUSE = 0.02
-
-ROOFLINE = "roofline"
-OURS = "zenflow"
-
-Call = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One contender in one benchmark, over all rounds. ``ratio`` is its time over ours: above 1, ours is faster."""
-
-    name: str
-    ms: tuple[float, float, float]
-    ns_per_element: float
-    gb_per_s: float
-    of_roofline: float | None
-    ratio: tuple[float, float, float]
-    #: CPU seconds over wall seconds: below the number of threads where the machine was shared (or time lost waiting).
-    cores: float
 
 
 @dataclass(frozen=True)
@@ -57,21 +36,6 @@ class Report:
 
 #: All benchmarks timed in this session, for the table at its end.
 REPORTS: list[Report] = []
-
-
-@dataclass
-class Times:
-    """Wall and CPU seconds of one contender, a pair a round."""
-
-    call: Call
-    wall: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-
-    def __call__(self) -> None:
-        cpu, wall = time.process_time(), time.perf_counter()
-        self.call()
-        self.wall.append(time.perf_counter() - wall)
-        self.cpu.append(time.process_time() - cpu)
 
 
 def contest(
@@ -110,45 +74,40 @@ def contest(
         for other in order:
             time.sleep(pause)
             times[other]()
-        order.append(order.pop(0))
+        rotate(order)
         time.sleep(pause)
 
     benchmark.pedantic(times[ours_name], setup=setup, rounds=min(rounds, ROUNDS), warmup_rounds=WARMUP)
     if benchmark.disabled:
         return None
     for timed in times.values():
-        del timed.wall[:WARMUP], timed.cpu[:WARMUP]
-    shown = [known for known in (ROOFLINE, ours_name, *peers) if known in times]
-    rows = [_row(known, times, ours_name, numel, bytes_per_element) for known in shown]
+        timed.forget_warmup()
+    seconds = {known: (timed.wall, timed.cpu) for known, timed in times.items()}
+    rows = contest_rows(seconds, numel, bytes_per_element, ours_name)
     report = Report(name, numel, bytes_per_element, rows)
     benchmark.extra_info.update(_as_json(report))
     REPORTS.append(report)
     return report
 
 
-def _row(name: str, times: Mapping[str, Times], ours: str, numel: int, bytes_per_element: float) -> Row:
-    wall = times[name].wall
-    median = statistics.median(wall)
-    of_roofline = None
-    if ROOFLINE in times:
-        of_roofline = statistics.median(a / b for a, b in zip(times[ROOFLINE].wall, wall, strict=True))
-    return Row(
-        name=name,
-        ms=spread([1e3 * seconds for seconds in wall]),
-        ns_per_element=1e9 * median / numel,
-        gb_per_s=1e-9 * numel * bytes_per_element / median,
-        of_roofline=of_roofline,
-        ratio=spread([a / b for a, b in zip(wall, times[ours].wall, strict=True)]),
-        cores=sum(times[name].cpu) / sum(wall),
-    )
-
-
-def spread(values: list[float]) -> tuple[float, float, float]:
-    """Median, 10th and 90th percentile."""
-    if len(values) == 1:
-        return (values[0],) * 3
-    deciles = statistics.quantiles(values, n=10, method="inclusive")
-    return statistics.median(values), deciles[0], deciles[-1]
+def compete(benchmark: BenchmarkFixture, work: str, setting: Setting) -> Report | None:
+    """:func:`contest` of a work of ``zenflow bench``; every peer in ``setting`` has to be able to take part."""
+    built = WORKS[work].build(setting)
+    try:
+        assert not built.failed
+        calls = dict(built.calls)
+        roofline, ours = calls.pop(ROOFLINE), calls.pop(OURS)
+        return contest(
+            benchmark,
+            work,
+            numel=built.numel,
+            bytes_per_element=WORKS[work].bytes_per_element,
+            ours=ours,
+            peers=calls,
+            roofline=roofline,
+        )
+    finally:
+        built.close()
 
 
 def _as_json(report: Report) -> dict[str, Any]:
@@ -157,8 +116,8 @@ def _as_json(report: Report) -> dict[str, Any]:
             **dict(zip(("ms_median", "ms_p10", "ms_p90"), row.ms, strict=True)),
             "ns_per_element": row.ns_per_element,
             "gb_per_s": row.gb_per_s,
-            "share_of_roofline": row.of_roofline,
-            **dict(zip(("ratio_median", "ratio_p10", "ratio_p90"), row.ratio, strict=True)),
+            "share_of_roofline": row.roofline_share,
+            **dict(zip(("ratio_median", "ratio_p10", "ratio_p90"), row.ratio or (), strict=True)),
             "cores": row.cores,
         }
         for row in report.rows

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from zenflow import __version__
+from zenflow.cli.bench import command as bench
 from zenflow.cli.common import Parser, UsageError
 from zenflow.cli.demo import command as demo
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_COMMANDS = (demo,)
+_COMMANDS = (demo, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

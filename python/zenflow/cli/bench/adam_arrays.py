@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memory import Memory, noise, tile
-from oracle import HYPER, K, adamw64, check_bits, check_close, sample
 from zenflow import _core
+from zenflow.cli.bench.memory import Memory, noise, tile
+from zenflow.cli.bench.oracle import HYPER, K, adamw64, check_bits, check_close, sample
+
+__all__ = ["EXP_AVG", "EXP_AVG_SQ", "GRAD", "GROUP", "WEIGHT", "AdamArrays", "split"]
 
 WEIGHT, EXP_AVG, EXP_AVG_SQ, GRAD = (
     noise(seed, scale) for seed, scale in enumerate((0.02, 1e-3, 1e-3, 1e-2))
@@ -52,8 +54,8 @@ class AdamArrays:
         at = sample(self.numel)
         block = at % WEIGHT.numel()
         grad = GRAD[block].to(self.grad.dtype)
-        start = [part[block].double() for part in (WEIGHT, EXP_AVG, EXP_AVG_SQ)]
-        weight, exp_avg, exp_avg_sq = adamw64(*start, grad.double(), K)
+        w, m, v = (part[block].double() for part in (WEIGHT, EXP_AVG, EXP_AVG_SQ))
+        weight, exp_avg, exp_avg_sq = adamw64(w, m, v, grad.double(), K)
         check_bits(f"{name}: grad", self.grad[at], grad)
         check_close(f"{name}: exp_avg", self.exp_avg[at], exp_avg, moved=1e-3)
         check_close(f"{name}: exp_avg_sq", self.exp_avg_sq[at], exp_avg_sq, moved=1e-5)
@@ -67,13 +69,10 @@ class AdamArrays:
 
     def tensors(self) -> _core.AdamTensors:
         """The arrays as the kernel takes them."""
-        narrow = self.out is not None
-        return _core.AdamTensors(
-            [self.out if narrow else self.weight],
-            [self.weight if narrow else None],
-            [self.exp_avg],
-            [self.exp_avg_sq],
-        )
+        moments = [self.exp_avg], [self.exp_avg_sq]
+        if self.out is None:
+            return _core.AdamTensors([self.weight], [None], *moments)
+        return _core.AdamTensors([self.out], [self.weight], *moments)
 
 
 def split(array: Tensor, count: int) -> list[Tensor]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import re
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+__all__ = ["Memory", "huge_share", "noise", "tile"]
 
 #: Bytes by which each array starts later on its page than the one before. Arrays of a power-of-two size otherwise lie a
 #: power of two apart: their streams then fight for the same cache sets and memory banks, and torch's fused AdamW takes
@@ -24,7 +28,9 @@ class Memory:
         # Past 16 arrays the places come again; that is more than any benchmark streams at once.
         offset = self._given % 16 * STAGGER
         self._given += 1
-        pages = mmap.mmap(-1, offset + max(numel, 1) * dtype.itemsize)
+        # Private: of shared memory, which is mmap's default, Linux makes huge pages only where it is told to.
+        size = offset + max(numel, 1) * dtype.itemsize
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(pages, dtype=dtype, offset=offset)[:numel]
@@ -34,6 +40,17 @@ class Memory:
         array = self.empty(numel, dtype)
         tile(array, block)
         return array
+
+
+def huge_share() -> float | None:
+    """Return the share of this process's memory that lies in huge pages; None where the system doesn't say."""
+    rollup = Path("/proc/self/smaps_rollup")
+    try:
+        text = rollup.read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = {name: int(kib) for name, kib in re.findall(r"(Anonymous|AnonHugePages): +(\d+) kB", text)}
+    return found["AnonHugePages"] / found["Anonymous"] if found.get("Anonymous") else None
 
 
 #: Odd, so that the pattern falls differently on every chunk.

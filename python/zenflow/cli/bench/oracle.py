@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+__all__ = [
+    "HYPER",
+    "K",
+    "WrongResultError",
+    "adamw64",
+    "check_bits",
+    "check_close",
+    "check_stats",
+    "moments64",
+    "sample",
+]
 
 #: lr, beta1, beta2, eps, weight_decay
 HYPER = (1e-3, 0.9, 0.999, 1e-8, 1e-2)
@@ -11,6 +25,10 @@ HYPER = (1e-3, 0.9, 0.999, 1e-8, 1e-2)
 K = 11
 
 _SAMPLED = 100_000
+
+
+class WrongResultError(AssertionError):
+    """A contender's numbers aren't those of its work. The message is one line: whose, which, where."""
 
 
 def sample(numel: int) -> Tensor:
@@ -41,14 +59,26 @@ def check_close(name: str, got: Tensor, expected: Tensor, moved: float = 0.0) ->
     wrong = (got.double() - expected).abs()
     allowed = 2**-22 * expected.abs() + 1e-5 * moved + 1e-12
     worst = int((wrong - allowed).argmax())
-    assert wrong[worst] <= allowed[worst], (
-        f"{name}: {got[worst]!r} at sampled element {worst}, float64 says {expected[worst]!r}"
-    )
+    if not wrong[worst] <= allowed[worst]:
+        raise WrongResultError(
+            f"{name}: {float(got[worst])!r} at sampled element {worst}, float64 says {float(expected[worst])!r}"
+        )
 
 
 def check_bits(name: str, got: Tensor, expected: Tensor) -> None:
     """Equal, bit for bit, and of one dtype."""
-    integer = {2: torch.int16, 4: torch.int32}[expected.element_size()]
-    assert got.dtype == expected.dtype, f"{name}: {got.dtype}"
-    differ = int((got.view(integer) != expected.view(integer)).sum())
-    assert not differ, f"{name}: {differ} of {got.numel()} elements differ"
+    if got.dtype != expected.dtype:
+        raise WrongResultError(f"{name}: {got.dtype}, not {expected.dtype}")
+    differ = int((got.view(torch.uint8) != expected.view(torch.uint8)).sum())
+    if differ:
+        raise WrongResultError(f"{name}: {differ} bytes differ, of {got.numel()} elements looked at")
+
+
+def check_stats(name: str, found: tuple[float, bool], array: Tensor, within: float) -> None:
+    """``found`` is the squared norm of ``array`` up to the share ``within``, and whether some element isn't finite."""
+    squares = sum(float(part.double().square().sum()) for part in array.split(1 << 22))
+    if not math.isclose(found[0], squares, rel_tol=within):
+        raise WrongResultError(f"{name}: squared norm {found[0]!r}, float64 says {squares!r}")
+    nonfinite = not bool(array.isfinite().all())
+    if found[1] is not nonfinite:
+        raise WrongResultError(f"{name}: says non-finite is {found[1]}, it is {nonfinite}")

@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+__all__ = ["busy_seconds", "wait_until_quiet"]
+
 #: Seconds to wait, at most and before each round, for a machine that does nothing else.
 PATIENCE = float(os.environ.get("ZENFLOW_BENCH_PATIENCE", "0"))
 
@@ -19,15 +21,15 @@ def wait_until_quiet(patience: float = PATIENCE) -> bool:
     """Waits until the whole machine is all but idle (Linux only); False if ``patience`` seconds didn't see it so."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
-        before = _busy()
+        before = busy_seconds()
         time.sleep(_LOOK)
-        if _busy() - before <= _NOISE * _LOOK:
+        if busy_seconds() - before <= _NOISE * _LOOK:
             return True
     return False
 
 
-def _busy() -> float:
-    """CPU seconds that all processes have used since boot."""
+def busy_seconds() -> float:
+    """Return the CPU seconds that all processes of the machine have used since boot; 0 where the system doesn't say."""
     if not _STAT.exists():
         return 0.0
     user, nice, system, _idle, _iowait, irq, softirq, *_ = map(
