@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zenflow import _core
+from zenflow.cli.bench.contest import OURS
 from zenflow.cli.bench.memory import Memory, noise, tile
 from zenflow.cli.bench.oracle import HYPER, K, adamw64, check_bits, check_close, sample
 
@@ -50,7 +51,11 @@ class AdamArrays:
             self.grad32.zero_()
 
     def check(self, name: str) -> None:
-        """All are what update ``K`` makes of the start."""
+        """All are what update ``K`` makes of the start.
+
+        Others may be off by ten times as much as ours in the weight's move: bias corrections in float32, such as
+        DeepSpeed's and torchao's, lose five digits of 1 - beta2**step.
+        """
         at = sample(self.numel)
         block = at % WEIGHT.numel()
         grad = GRAD[block].to(self.grad.dtype)
@@ -59,7 +64,9 @@ class AdamArrays:
         check_bits(f"{name}: grad", self.grad[at], grad)
         check_close(f"{name}: exp_avg", self.exp_avg[at], exp_avg, moved=1e-3)
         check_close(f"{name}: exp_avg_sq", self.exp_avg_sq[at], exp_avg_sq, moved=1e-5)
-        check_close(f"{name}: weight", self.weight[at], weight, moved=HYPER[0])
+        check_close(
+            f"{name}: weight", self.weight[at], weight, moved=HYPER[0] * (1 if name.startswith(OURS) else 10)
+        )
         if self.out is not None:
             check_bits(f"{name}: out", self.out[at], self.weight[at].to(self.out.dtype))
 

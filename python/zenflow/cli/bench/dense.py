@@ -12,7 +12,7 @@ from zenflow import CPUAdamW, _core
 from zenflow.cli.bench.adam_arrays import GROUP, AdamArrays, split
 from zenflow.cli.bench.contest import OURS, Call, Contest
 from zenflow.cli.bench.oracle import HYPER, K
-from zenflow.cli.bench.peers import Peer
+from zenflow.cli.bench.peers import NOTES, UNFUSED, Peer
 from zenflow.cli.bench.setting import Setting
 
 __all__ = ["adamw_fp32", "enter_offloading_peers", "many_small", "offload_pass"]
@@ -31,7 +31,7 @@ def adamw_fp32(setting: Setting) -> Contest:
         return Peer(name, [arrays.weight], [arrays.exp_avg], [arrays.exp_avg_sq], [arrays.grad]).step
 
     for name in setting.peers:
-        contest.enter_peer(name, partial(make, name))
+        contest.enter_peer(name, partial(make, name), NOTES.get(name, ""))
     return contest
 
 
@@ -60,8 +60,7 @@ def enter_offloading_peers(contest: Contest, setting: Setting, arrays: AdamArray
         return cast_step_cast
 
     for name in setting.peers:
-        # Slower than the fused one on one tensor by far, whatever is around it.
-        if name != "torch foreach":
+        if name not in UNFUSED:
             contest.enter_peer(name, partial(make, name), "copy_ to float32, step(), copy_ to 16 bits")
 
 
@@ -98,9 +97,9 @@ def many_small(setting: Setting) -> Contest:
         return Peer(name, weights, exp_avgs, exp_avg_sqs, grads).step
 
     for name in setting.peers:
-        # It compiles a function a tensor and step, and looks each of them up.
-        if name != "torchao":
-            contest.enter_peer(name, partial(make, name))
+        # torchao looks up a compiled function for each tensor at each step.
+        if name not in {"bitsandbytes", "torchao"}:
+            contest.enter_peer(name, partial(make, name), NOTES.get(name, ""))
     return contest
 
 

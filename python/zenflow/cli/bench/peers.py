@@ -4,7 +4,7 @@ All of them are AdamW on CPU tensors in float32, and make the same update from t
 
 * torch: its own AdamW, ``fused`` and ``foreach``.
 * DeepSpeed: ``DeepSpeedCPUAdam``, which DeepSpeed compiles at first use; that takes a C++ compiler, ninja and minutes.
-* bitsandbytes: ``AdamW`` with 32-bit states (its CPU kernels came with 0.50; older ones refuse, and are named so).
+* bitsandbytes: ``AdamW`` with 32-bit states. For CPU tensors it has no kernel; 0.50 uses operations of torch's.
 * torchao: ``_AdamW``, the one of its low-bit optimizers whose states are not low-bit; torch.compile makes its kernel at
   first use. ``CPUOffloadOptimizer`` itself needs a GPU; on the CPU it runs torch's fused AdamW.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zenflow.cli.bench.oracle import HYPER, K
 
-__all__ = ["PACKAGES", "Package", "Peer", "names", "names_of"]
+__all__ = ["NOTES", "PACKAGES", "UNFUSED", "Package", "Peer", "names", "names_of"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,19 @@ PACKAGES = {
         Package("torchao", "pip install torchao", ("torchao",)),
     )
 }
+
+
+#: What is called.
+NOTES = {
+    "torch": "AdamW(fused=True)",
+    "torch foreach": "AdamW(foreach=True)",
+    "deepspeed": "DeepSpeedCPUAdam",
+    "bitsandbytes": "AdamW with 32-bit states, on CPU tensors made of torch's operations",
+    "torchao": "_AdamW, compiled by torch.compile; CPUOffloadOptimizer needs a GPU",
+}
+
+#: Contenders made of many operations over the whole arrays, ten and more times slower; not worth their time everywhere.
+UNFUSED = frozenset({"torch foreach", "bitsandbytes"})
 
 
 def names_of(packages: Sequence[str]) -> list[str]:
