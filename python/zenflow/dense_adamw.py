@@ -15,7 +15,10 @@ from torch import Tensor
 from ._core import AdamTensors, Pool
 from .config import Hyper
 
-__all__ = ["DenseAdamW", "DenseGroup", "DenseState", "DenseUpdate"]
+__all__ = ["DenseAdamW", "DenseGroup", "DenseState", "DenseUpdate", "adopt_weight"]
+
+# Elements that are compared at once when a weight is taken for the master.
+_ADOPTED_NUMEL = 1 << 20
 
 # Hyper-parameters, gradient scale (negative to maximize), and whether the weight decay is decoupled.
 DenseGroup = tuple[Hyper, float, bool]
@@ -50,6 +53,29 @@ class DenseState:
         self.weight = weight
 
     @property
+    def kernel_master(self) -> Tensor | None:
+        """What the kernel takes beside the weight."""
+        return self.master_weight
+
+    def adopt(self, weight: Tensor) -> None:
+        """Takes a weight that someone else wrote for the master."""
+        if self.master_weight is not None:
+            adopt_weight(self.master_weight, weight)
+
+    def wide(self) -> dict[str, Tensor]:
+        """The state in fp32, as a checkpoint has it: the live tensors."""
+        entry = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        if self.master_weight is not None:
+            entry["master_weight"] = self.master_weight
+        return entry
+
+    def fill(self, entry: dict[str, Tensor]) -> None:
+        """Takes the tensors of a checkpoint's entry, where it has them."""
+        for key, target in self.wide().items():
+            if key in entry:
+                target.copy_(entry[key].reshape(target.shape))
+
+    @property
     def master(self) -> Tensor:
         """The fp32 master, be it the weight itself."""
         return self.weight if self.master_weight is None else self.master_weight
@@ -59,6 +85,19 @@ class DenseState:
         """Bytes of the states, the weight itself not counted."""
         count = 2 if self.master_weight is None else 3
         return 4 * count * self.weight.numel()
+
+
+def adopt_weight(master: Tensor, weight: Tensor) -> None:
+    """Takes ``weight`` for ``master`` where it isn't the rounded master; elsewhere the master keeps its low bits."""
+    if not master.numel():
+        return
+    # A few rows at a time: the temporaries of a whole parameter would count.
+    rows = max(1, _ADOPTED_NUMEL * max(1, master.shape[0] if master.ndim else 1) // master.numel())
+    for part, new in zip(
+        torch.atleast_1d(master).split(rows), torch.atleast_1d(weight).split(rows), strict=True
+    ):
+        differs = part.to(new.dtype) != new
+        part.copy_(torch.where(differs, new.to(part.dtype), part))
 
 
 def _like(weight: Tensor, state: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from .dense_adamw import DenseState
+from .lean_state import LeanState
 from .matrix import is_dense
 from .parameters import stamp_of
 
-__all__ = ["DenseParameter", "adopt_weight"]
+__all__ = ["DenseParameter"]
 
-# Elements that are compared at once when a weight is taken for the master.
-_ADOPTED_NUMEL = 1 << 20
+# Smaller tensors keep their moments in float32: there is nothing to be saved.
+_LEAN_NUMEL = 4096
 
 
 class DenseParameter:
@@ -20,10 +21,12 @@ class DenseParameter:
 
     __slots__ = ("param", "scratch", "stamp", "state")
 
-    def __init__(self, param: Tensor) -> None:
+    def __init__(self, param: Tensor, state_dtype: str = "float32") -> None:
         self.param = param
         self.scratch = _gapless(param)
-        self.state = DenseState.new(param if self.scratch is None else self.scratch)
+        weight = param if self.scratch is None else self.scratch
+        lean = state_dtype != "float32" and param.numel() >= _LEAN_NUMEL
+        self.state = LeanState.lean(weight, state_dtype) if lean else DenseState.new(weight)
         self.stamp_now()
 
     def stamp_now(self) -> None:
@@ -46,8 +49,8 @@ class DenseParameter:
             self.state.rebind(param if self.scratch is None else self.scratch)
         elif self.scratch is not None:
             self.scratch.copy_(param)
-        if known != now and self.state.master_weight is not None:
-            adopt_weight(self.state.master_weight, param)
+        if known != now:
+            self.state.adopt(param)
         return relocated
 
     def written(self) -> None:
@@ -64,19 +67,6 @@ class DenseParameter:
         if self.scratch is not None:
             self.param.detach().copy_(self.scratch)
             self.stamp_now()
-
-
-def adopt_weight(master: Tensor, weight: Tensor) -> None:
-    """Takes ``weight`` for ``master`` where it isn't the rounded master; elsewhere the master keeps its low bits."""
-    if not master.numel():
-        return
-    # A few rows at a time: the temporaries of a whole parameter would count.
-    rows = max(1, _ADOPTED_NUMEL * max(1, master.shape[0] if master.ndim else 1) // master.numel())
-    for part, new in zip(
-        torch.atleast_1d(master).split(rows), torch.atleast_1d(weight).split(rows), strict=True
-    ):
-        differs = part.to(new.dtype) != new
-        part.copy_(torch.where(differs, new.to(part.dtype), part))
 
 
 def _gapless(param: Tensor) -> Tensor | None:

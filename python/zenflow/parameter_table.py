@@ -19,6 +19,7 @@ from .dense_adamw import DenseGroup
 from .dense_parameter import DenseParameter
 from .errors import ArgumentError
 from .gradients import check_gradient, dense, gradient_like, parameter_name
+from .lean_state import LeanState
 from .state import EXACT_IN_FLOAT32, step_tensor
 
 __all__ = ["Gradients", "Parameters"]
@@ -48,16 +49,17 @@ class _Record(DenseParameter):
 
     __slots__ = ("step",)
 
-    def __init__(self, param: Tensor, k: int) -> None:
-        super().__init__(param)
+    def __init__(self, param: Tensor, k: int, state_dtype: str) -> None:
+        super().__init__(param, state_dtype)
         self.step = torch.tensor(float(k), dtype=torch.float32)
 
 
 class Parameters:
     """Those parameters of an optimizer that have had a gradient or a loaded state, and their exact update counts."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, state_dtype: str) -> None:
         self._pool = pool
+        self._state_dtype = state_dtype
         self.clear()
 
     def clear(self) -> None:
@@ -127,30 +129,35 @@ class Parameters:
     def restore(self, param: Tensor, entry: Mapping[str, Any], k: int) -> Entry:
         """Takes copies of a state entry's tensors, after ``k`` updates; returns the live entry."""
         record = self._add(param, k)
-        for key in ("exp_avg", "exp_avg_sq", "master_weight"):
-            target = getattr(record.state, key)
-            if target is not None and key in entry:
-                target.copy_(entry[key].reshape(target.shape))
+        record.state.fill(dict(entry))
         return self._entry(record, k)
 
     def _add(self, param: Tensor, k: int) -> _Record:
-        record = self._records[param] = _Record(param, k)
+        record = self._records[param] = _Record(param, k, self._state_dtype)
         self._register(record, k)
         return record
 
     def _register(self, record: _Record, k: int) -> None:
         state = record.state
+        scales = state.scales if isinstance(state, LeanState) else None
+        moments = state.exp_avg, state.exp_avg_sq
         self._table.register(
-            record.param, state.weight, state.master_weight, state.exp_avg, state.exp_avg_sq, record.step, k
+            record.param, state.weight, state.kernel_master, *moments, record.step, k, scales
         )
 
+    def export(self) -> dict[Tensor, Entry]:
+        """State entries as a checkpoint has them, moments in fp32."""
+        entries = {}
+        for param, record in self._records.items():
+            k = self._table.count(param)
+            entries[param] = {"step": _step(record, k), **record.state.wide()}
+        return entries
+
     def _entry(self, record: _Record, k: int) -> Entry:
-        state = record.state
-        entry = {
-            "step": record.step if k <= EXACT_IN_FLOAT32 else step_tensor(k),
-            "exp_avg": state.exp_avg,
-            "exp_avg_sq": state.exp_avg_sq,
-        }
-        if state.master_weight is not None:
-            entry["master_weight"] = state.master_weight
-        return entry
+        """The live entry. Of a lean state it only says that there is one: nobody else could read it."""
+        entry = {"step": _step(record, k)}
+        return entry if isinstance(record.state, LeanState) else {**entry, **record.state.wide()}
+
+
+def _step(record: _Record, k: int) -> Tensor:
+    return record.step if k <= EXACT_IN_FLOAT32 else step_tensor(k)

@@ -11,7 +11,8 @@ from torch import Tensor
 from ._core import Engine, HostArray
 from .buckets import plan_buckets
 from .config import Config
-from .dense_parameter import DenseParameter, adopt_weight
+from .dense_adamw import adopt_weight
+from .dense_parameter import DenseParameter
 from .errors import ArgumentError
 from .gate import Gates
 from .matrix import ParameterMatrix
