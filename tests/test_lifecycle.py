@@ -280,8 +280,8 @@ def test_a_model_too_large_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     """The constructor fails, and leaves nothing on the model."""
 
     class Small(Proxy):
-        def add_parameter(self, numel: int) -> int:
-            return self._engine.add_parameter(numel << 40)
+        def add_parameter(self, numel: int, state_dtype: str) -> int:
+            return self._engine.add_parameter(numel << 40, state_dtype)
 
     model = seeded(Tower)
     with monkeypatch.context() as patch:

@@ -24,7 +24,7 @@ from zenflow.cli.bench.moments import moments
 from zenflow.cli.bench.setting import Setting
 from zenflow.cli.bench.streams import BARE, Streams
 
-__all__ = ["LEAN", "WORKS", "Work", "streams_of"]
+__all__ = ["WORKS", "Work", "streams_of"]
 
 
 @dataclass(frozen=True)
@@ -59,39 +59,6 @@ _F32, _BF16, _I16, _U8 = torch.float32, torch.bfloat16, torch.int16, torch.uint8
 #: Bytes an element of two float32 scales a block of 256, read and written.
 _SCALES = 2 * 2 * 4 / 256
 
-LEAN = (
-    Work(
-        "offload_pass_split_bf16",
-        "the offload pass with a master split into weight and int16, and bfloat16 moments",
-        Streams(_BF16, (_BF16, _I16, _BF16, _BF16)),
-        30,
-        offload_pass_split_bf16,
-    ),
-    Work(
-        "moments_bf16",
-        "moments only: a bfloat16 gradient into bfloat16 moments, as an engine's ticket",
-        Streams(_BF16, (_BF16,) * 2),
-        24,
-        moments_bf16,
-    ),
-    Work(
-        "offload_pass_int8_state",
-        "the offload pass with a master split into weight and int16, and 8-bit moments",
-        Streams(_BF16, (_BF16, _I16, _U8, _U8)),
-        29,
-        offload_pass_int8_state,
-        blocks=_SCALES,
-    ),
-    Work(
-        "moments_int8",
-        "moments only: a bfloat16 gradient into 8-bit moments, as an engine's ticket",
-        Streams(_BF16, (_U8,) * 2),
-        32,
-        moments_int8,
-        blocks=_SCALES,
-    ),
-)
-
 WORKS = {
     work.name: work
     for work in (
@@ -109,6 +76,36 @@ WORKS = {
             Streams(_BF16, (_F32,) * 2),
             28,
             moments,
+        ),
+        Work(
+            "offload_pass_split_bf16",
+            "the offload pass with a master split into weight and int16, and bfloat16 moments",
+            Streams(_BF16, (_BF16, _I16, _BF16, _BF16)),
+            30,
+            offload_pass_split_bf16,
+        ),
+        Work(
+            "moments_bf16",
+            "moments only: a bfloat16 gradient into bfloat16 moments, as an engine's ticket",
+            Streams(_BF16, (_BF16,) * 2),
+            24,
+            moments_bf16,
+        ),
+        Work(
+            "offload_pass_int8_state",
+            "the offload pass with a master split into weight and int16, and 8-bit moments",
+            Streams(_BF16, (_BF16, _I16, _U8, _U8)),
+            29,
+            offload_pass_int8_state,
+            blocks=_SCALES,
+        ),
+        Work(
+            "moments_int8",
+            "moments only: a bfloat16 gradient into 8-bit moments, as an engine's ticket",
+            Streams(_BF16, (_U8,) * 2),
+            32,
+            moments_int8,
+            blocks=_SCALES,
         ),
         Work(
             "accumulate",
