@@ -140,7 +140,7 @@ class CPUAdamW(Optimizer):
                 warnings.warn("a step with inf or NaN gradients was skipped; see skipped_steps", stacklevel=2)
             return loss
         settings = [self._group(i, hyper, scale.scale) for i, hyper in enumerate(groups)]
-        self.state.update(self._parameters.update(gradients, settings))
+        self._parameters.update(gradients, settings, self.state)
         return loss
 
     def _group(self, index: int, hyper: Hyper, scale: float) -> DenseGroup:

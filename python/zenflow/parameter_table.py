@@ -8,7 +8,7 @@ replaced, a foreign write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,8 @@ class Parameters:
             name = parameter_name(group, group_index, index)
             grad = check_gradient(param, name)
             assert grad is not None
+            if grad.numel() and not grad.data_ptr():
+                raise ArgumentError(f"the gradient of {name} has no memory; accepted: gradients on the CPU")
             record = self._records.get(param)
             if record is not None and record.changed:
                 raise ArgumentError(
@@ -96,24 +98,27 @@ class Parameters:
             unusual.append((position, param, grad))
         return Gradients(self._pool, found, unusual)
 
-    def update(self, gradients: Gradients, groups: Sequence[DenseGroup]) -> dict[Tensor, Entry]:
-        """One update of all that was found; ``groups`` are the settings of the groups.
+    def update(
+        self, gradients: Gradients, groups: Sequence[DenseGroup], state: MutableMapping[Tensor, Entry]
+    ) -> None:
+        """One update of all that was found.
 
-        Returns:
-            The state entries that are new, or not the tensors they were.
+        Args:
+            gradients: from :meth:`find`.
+            groups: the settings of the groups.
+            state: the optimizer's; gets the entries that are new, or not the tensors they were.
         """
-        changed = {}
         for position, param, grad in gradients.unusual:
             record = self._records.get(param)
             if record is None:
                 record = self._add(param, 0)
-                changed[param] = self._entry(record, 0)
+                state[param] = self._entry(record, 0)
             else:
                 if record.scratch is None:  # else its own stamp is of its last write
                     record.stamp = self._table.stamp(param)
                 k = self._table.count(param)
                 if record.adopt():
-                    changed[param] = self._entry(record, k)
+                    state[param] = self._entry(record, k)
                 self._register(record, k)
             gradients.found.put(position, gradient_like(record.state.weight, grad))
         exact = self._table.step(self._pool, gradients.found, list(groups))
@@ -123,8 +128,7 @@ class Parameters:
             for param in gradients.found.params:
                 k = self._table.count(param)
                 if k > EXACT_IN_FLOAT32:
-                    changed[param] = self._entry(self._records[param], k)
-        return changed
+                    state[param] = self._entry(self._records[param], k)
 
     def restore(self, param: Tensor, entry: Mapping[str, Any], k: int) -> Entry:
         """Takes copies of a state entry's tensors, after ``k`` updates; returns the live entry."""

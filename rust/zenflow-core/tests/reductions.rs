@@ -184,6 +184,49 @@ fn same_bits_from_every_cut_and_pool() {
     }
 }
 
+/// Many gradients in one region: the tree over each one's own sum, wherever the pieces are cut.
+#[test]
+fn many_gradients_are_the_tree_over_each() {
+    let isa = Isa::detect();
+    let lens = [0, 1, BLOCK, 0, 63 * BLOCK + 5, 3, 200 * BLOCK + 1234, BLOCK - 1, 0];
+    let few = |i: usize| (0..i).map(|i| 1 + 37 * i).collect::<Vec<_>>();
+    for lens in [lens.to_vec(), few(300), few(1), vec![0, 0], vec![]] {
+        let typed = |(i, &len): (usize, &usize)| {
+            let dtype = Dtype::ALL[i % 3];
+            (dtype, encode(dtype, &numbers(i as u64, len, false)))
+        };
+        let mut grads: Vec<_> = lens.iter().enumerate().map(typed).collect();
+        let each: Vec<_> = grads.iter().map(|(dtype, bytes)| norm_of(isa, *dtype, bytes, 0)).collect();
+        let sums: Vec<_> = each.iter().map(|stats| stats.sum_of_squares).collect();
+        let arrays = |grads: &[(Dtype, Vec<u8>)]| {
+            let array = |(dtype, bytes): &(Dtype, Vec<u8>)| norm::Array {
+                address: bytes.as_ptr(),
+                dtype: *dtype,
+                len: bytes.len() / dtype.size(),
+            };
+            grads.iter().map(array).collect::<Vec<_>>()
+        };
+        for threads in [1, 2, 7] {
+            let pool = ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            // SAFETY: the arrays are those of `grads`.
+            let all = unsafe { norm::stats_of(&pool, isa, &arrays(&grads)) };
+            assert_eq!(
+                all.sum_of_squares.to_bits(),
+                pairwise_sum(&sums).to_bits(),
+                "{lens:?}, {threads} threads"
+            );
+            assert!(!all.non_finite);
+        }
+        if let Some((dtype, bytes)) = grads.iter_mut().rfind(|(_, bytes)| !bytes.is_empty()) {
+            let at = bytes.len() - dtype.size();
+            bytes[at..].copy_from_slice(&encode(*dtype, &[f32::NAN]));
+            let pool = ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+            // SAFETY: as above.
+            assert!(unsafe { norm::stats_of(&pool, isa, &arrays(&grads)) }.non_finite);
+        }
+    }
+}
+
 #[test]
 fn pairwise_sum_splits_at_powers_of_two() {
     // 1 swallows half an epsilon, but not two that were added together first: two to the left, one to the right.

@@ -261,8 +261,8 @@ impl ParameterTable {
             let (Some(place), Some(free)) = (place, free) else {
                 return Err(invalid(
                     "found",
-                    "with an unknown parameter",
-                    "each registered one at most once",
+                    "a list with an unknown or repeated parameter",
+                    "each registered parameter at most once",
                 ));
             };
             *free = true;
