@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ._compiler import uncompiled
 from ._core import Pool
 from .config import Hyper, boolean, check_group, clip_norm, cores_of, state_dtype_of
 from .dense_adamw import DenseGroup
@@ -117,7 +118,7 @@ class CPUAdamW(Optimizer):
         check_group({**self.defaults, **param_group})
         super().add_param_group(checked_members(param_group, self.param_groups, "CPUAdamW"))
 
-    @torch.compiler.disable
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient.
 

@@ -11,9 +11,10 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from ._compiler import uncompiled
 
 __all__ = ["Gate", "GateKeeper", "Gates"]
 
@@ -62,7 +63,7 @@ class _Hook:
         self._show()
         return [param for param, version in before if param._version != version]
 
-    @torch.compiler.disable
+    @uncompiled
     def _show(self, *_: Any) -> None:
         keeper = self._keeper()
         if keeper is not None:
@@ -89,7 +90,7 @@ class Gate(_Hook):
         #: False once a step found that the gate doesn't stand before the parameters' use.
         self.trusted = True
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, *_: Any) -> None:
         """Runs before the module's forward."""
         self.fired = True
@@ -101,7 +102,7 @@ class Gate(_Hook):
 class _ShowHook(_Hook):
     """A state-dict pre-hook."""
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, *_: Any) -> None:
         self._show()
 
@@ -109,7 +110,7 @@ class _ShowHook(_Hook):
 class _LoadedHook(_Hook):
     """A hook after a module's weights were loaded."""
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, *_: Any) -> None:
         keeper = self._keeper()
         if keeper is not None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from . import checkpoint
+from ._compiler import uncompiled
 from .config import Config, check_group
 from .cpu_adamw import Params, checked_members, checked_params
 from .errors import ArgumentError
@@ -184,7 +185,7 @@ class ZenFlowAdamW(Optimizer):
         assert self._pipeline is not None
         return self._pipeline
 
-    @torch.compiler.disable
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient.
 
