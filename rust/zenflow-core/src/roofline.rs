@@ -81,7 +81,7 @@ unsafe impl Sync for Streams<'_> {}
 pub unsafe fn pass(pool: &Pool, isa: Isa, streams: &Streams<'_>) {
     // SAFETY: the caller's promises, passed on.
     unsafe {
-        pass_or(pool, isa, streams, black_box(0.0), piece_len(streams.len, pool.threads(), DEFAULT_CHUNK))
+        pass_or(pool, isa, streams, black_box(0.0), piece_len(streams.len, pool.threads(), DEFAULT_CHUNK));
     }
 }
 

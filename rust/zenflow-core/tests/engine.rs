@@ -1,5 +1,7 @@
 //! The engine from outside: bits against the kernels run in order, bounds, voids, failures, ends.
 #![cfg(not(loom))]
+// A mapping starts on a page, and its arrays at lines.
+#![allow(clippy::cast_ptr_alignment)]
 
 use std::time::Duration;
 

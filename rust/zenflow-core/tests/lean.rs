@@ -1,6 +1,9 @@
 //! Lean states: what is kept is one of the two neighbours of what the float32 kernel computes, the right one on
 //! average, and the same on every ISA, for every cut, at every place in memory.
 
+// Exactness is what is tested.
+#![allow(clippy::float_cmp)]
+
 mod support;
 
 use half::bf16;

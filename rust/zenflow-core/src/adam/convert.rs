@@ -4,6 +4,9 @@
 //! a state survives a checkpoint bit for bit. (8-bit codes may come out other than they were, but not what they stand
 //! for.) A float32 state becomes a leaner one by rounding, once.
 
+// Every access says that it may be unaligned.
+#![allow(clippy::cast_ptr_alignment)]
+
 use half::bf16;
 
 use super::codes::{first_of, nearest_first, nearest_second, scale, second_of, BLOCK};

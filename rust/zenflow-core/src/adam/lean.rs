@@ -80,7 +80,7 @@ unsafe fn moving<M: Format>(isa: Isa, scalars: &Scalars, span: &Span) {
             (Float(Dtype::F32), Some(Dtype::Bf16)) => M::run::<F32, Master<Bf16>, false>(isa, scalars, span),
             (Float(Dtype::F32), Some(Dtype::F16)) => M::run::<F32, Master<F16>, false>(isa, scalars, span),
             (Float(Dtype::Bf16), Some(Dtype::Bf16)) => {
-                M::run::<Bf16, Master<Bf16>, false>(isa, scalars, span)
+                M::run::<Bf16, Master<Bf16>, false>(isa, scalars, span);
             }
             (Float(Dtype::F16), Some(Dtype::F16)) => M::run::<F16, Master<F16>, false>(isa, scalars, span),
             (GradDtype::Int8, Some(Dtype::F32)) => M::run::<Int8, Master<F32>, false>(isa, scalars, span),

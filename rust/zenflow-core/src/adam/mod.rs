@@ -169,6 +169,7 @@ impl Span {
     /// whose copy is in the gradient's format, or from float32 and 8-bit gradients to any. Split weights have lean
     /// moments and bfloat16 gradients. L2 is for weights that no bus is crossed for: float32 in place, and copies in
     /// the gradient's format.
+    #[allow(clippy::match_same_arms)] // in the order of the sentences above
     pub fn check(&self, entry: Entry) -> Result<()> {
         use Dtype::{Bf16, F32};
         let lean = self.state_dtype != StateDtype::F32;

@@ -62,7 +62,7 @@ impl Moment for Narrow {
         unsafe {
             x.where_nan(V::Words::splat(0x7FC0_0000), x.to_words().add(noise))
                 .shr::<16>()
-                .store_u16(to.cast())
+                .store_u16(to.cast());
         }
     }
 }

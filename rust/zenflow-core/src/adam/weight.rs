@@ -2,6 +2,8 @@
 
 // The essay of `simd` says why.
 #![allow(clippy::inline_always)]
+// Vectors are loaded and stored at any alignment.
+#![allow(clippy::cast_ptr_alignment)]
 
 use std::marker::PhantomData;
 
