@@ -668,7 +668,7 @@ def test_loading_keeps_no_second_copy() -> None:
         optimizer.load_state_dict(state)
         optimizer.step()
         assert resident("VmHWM") - before < 0.3 * nbytes
-        assert resident("VmRSS") - before < 0.1 * nbytes
+        assert resident("VmRSS") - before < 0.3 * nbytes
 
 
 # --- torch.distributed.checkpoint ----------------------------------------------------------------------
