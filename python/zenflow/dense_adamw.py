@@ -80,12 +80,6 @@ class DenseState:
         """The fp32 master, be it the weight itself."""
         return self.weight if self.master_weight is None else self.master_weight
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states, the weight itself not counted."""
-        count = 2 if self.master_weight is None else 3
-        return 4 * count * self.weight.numel()
-
 
 def adopt_weight(master: Tensor, weight: Tensor) -> None:
     """Takes ``weight`` for ``master`` where it isn't the rounded master; elsewhere the master keeps its low bits."""

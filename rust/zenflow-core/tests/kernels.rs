@@ -4,8 +4,7 @@ mod support;
 
 use half::{bf16, f16};
 use proptest::prelude::*;
-use proptest::test_runner::{Config, TestRunner};
-use support::{any_case, bits, decode, encode, hyper, Case, Rng};
+use support::{any_case, bits, check, decode, encode, hyper, scalars, Case, Rng};
 use zenflow_core::adam::{run_jobs, update, update_slices, Entry, Grad, Job, Out, Span, WeightFormat};
 use zenflow_core::dtype::Dtype;
 use zenflow_core::hyper::{power, Hyper, Pending, Scalars};
@@ -14,13 +13,6 @@ use zenflow_core::pool::Pool;
 
 /// Half a unit in the last place, relative: what one rounding may add.
 const ROUNDING: f64 = 1.0 / (1u64 << 24) as f64;
-
-/// Checks `property` on `cases` values of `strategy`.
-fn check<S: Strategy>(cases: u32, strategy: S, property: impl Fn(S::Value) -> Result<(), TestCaseError>) {
-    TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() })
-        .run(&strategy, property)
-        .unwrap_or_else(|failure| panic!("{failure}"));
-}
 
 /// One element of textbook Adam in float64: new weight and moments. `k` counts from 1.
 fn naive(hyper: &Hyper, entry: Entry, k: u64, scale: f64, [w, m, v, g]: [f64; 4]) -> [f64; 3] {
@@ -40,11 +32,7 @@ on_every_isa! {
         let inputs = (any_case(false), 1u64..2000, 0.1f64..2.0);
         check(48, inputs, |(mut case, k, scale)| {
             let hyper = hyper();
-            case.scalars = match case.entry {
-                Entry::Moments => Scalars::moments(&hyper, k, scale),
-                Entry::Move => Scalars::adamw(&hyper, k, scale),
-                Entry::AdamL2 => Scalars::adam_l2(&hyper, k, scale),
-            };
+            case.scalars = scalars(&hyper, case.entry, k, scale);
             let grad = decode(case.grad_dtype, &case.grad);
             let got = case.run(isa, &[]);
             for (i, &g) in grad.iter().enumerate() {

@@ -8,21 +8,13 @@ mod support;
 
 use half::bf16;
 use proptest::prelude::*;
-use proptest::test_runner::{Config, TestRunner};
-use support::{any_dtype, any_entry, bits, decode, encode, hyper, Arena, Case, Rng};
+use support::{any_dtype, any_entry, bits, check, decode, encode, hyper, scalars, Arena, Case, Rng};
 use zenflow_core::adam::{update, Entry, GradDtype, Moments, Span, WeightFormat, BLOCK, GRAD_BLOCK};
 use zenflow_core::dtype::{Dtype, StateDtype};
 use zenflow_core::hyper::{seed, Scalars};
 use zenflow_core::isa::Isa;
 
 const LEAN: [StateDtype; 2] = [StateDtype::Bf16, StateDtype::Int8];
-
-/// Checks `property` on `cases` values of `strategy`.
-fn check<S: Strategy>(cases: u32, strategy: S, property: impl Fn(S::Value) -> Result<(), TestCaseError>) {
-    TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() })
-        .run(&strategy, property)
-        .unwrap_or_else(|failure| panic!("{failure}"));
-}
 
 /// Moments in some format, in memory of their own.
 #[derive(Clone, Debug, PartialEq)]
@@ -194,12 +186,7 @@ fn any_lean(wild: bool) -> impl Strategy<Value = Lean> {
     (any_entry(), len, formats, shifts, any::<u64>(), 1u64..2000, -1.5f64..1.5).prop_map(
         move |(entry, len, (grad_dtype, out_dtype, dtype, split), shifts, seed, k, grad_scale)| {
             let mut rng = Rng::new(seed);
-            let hyper = hyper();
-            let scalars = match entry {
-                Entry::Moments => Scalars::moments(&hyper, k, grad_scale),
-                Entry::Move => Scalars::adamw(&hyper, k, grad_scale),
-                Entry::AdamL2 => Scalars::adam_l2(&hyper, k, grad_scale),
-            };
+            let scalars = scalars(&hyper(), entry, k, grad_scale);
             let mut draw = |wild: bool| -> Vec<f32> {
                 (0..len).map(|_| if wild { rng.wild() } else { rng.wide() }).collect()
             };

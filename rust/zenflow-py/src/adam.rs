@@ -230,12 +230,10 @@ impl AdamTensors {
         exp_avg_sq: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let arrays = self.entry(index)?;
-        let [first, second] = float_tensors(arrays.span.len, exp_avg, exp_avg_sq)?;
-        py.detach(|| {
-            // SAFETY: all arrays have as many elements and are kept alive.
-            unsafe { arrays.moments().read(first.floats_mut(), second.floats_mut()) };
-        });
-        Ok(())
+        // SAFETY: all arrays have as many elements and are kept alive.
+        with_floats(py, arrays.span.len, exp_avg, exp_avg_sq, |first, second| unsafe {
+            arrays.moments().read(first, second);
+        })
     }
 
     /// Takes the moments of tensor `index` from float32 tensors, rounded to nearest in leaner formats.
@@ -247,12 +245,10 @@ impl AdamTensors {
         exp_avg_sq: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let arrays = self.entry(index)?;
-        let [first, second] = float_tensors(arrays.span.len, exp_avg, exp_avg_sq)?;
-        py.detach(|| {
-            // SAFETY: as above.
-            unsafe { arrays.moments().write(first.floats_mut(), second.floats_mut()) };
-        });
-        Ok(())
+        // SAFETY: as above.
+        with_floats(py, arrays.span.len, exp_avg, exp_avg_sq, |first, second| unsafe {
+            arrays.moments().write(first, second);
+        })
     }
 
     /// One step of the tensors `indices` with their gradients, in one parallel region.
@@ -302,16 +298,20 @@ impl AdamTensors {
     }
 }
 
-/// Two float32 tensors of `numel` elements.
-pub fn float_tensors(
+/// Runs `f`, without the GIL, on the elements of two float32 tensors of `numel` elements: both moments of a state.
+pub fn with_floats(
+    py: Python<'_>,
     numel: usize,
     exp_avg: &Bound<'_, PyAny>,
     exp_avg_sq: &Bound<'_, PyAny>,
-) -> PyResult<[HostTensor; 2]> {
-    let tensors = [HostTensor::new(exp_avg, "exp_avg")?, HostTensor::new(exp_avg_sq, "exp_avg_sq")?];
-    tensors[0].float32("exp_avg", numel)?;
-    tensors[1].float32("exp_avg_sq", numel)?;
-    Ok(tensors)
+    f: impl FnOnce(&mut [f32], &mut [f32]) + Send,
+) -> PyResult<()> {
+    let (first, second) = (HostTensor::new(exp_avg, "exp_avg")?, HostTensor::new(exp_avg_sq, "exp_avg_sq")?);
+    first.float32("exp_avg", numel)?;
+    second.float32("exp_avg_sq", numel)?;
+    // SAFETY: both were checked and are kept alive; the caller of Python's method has nobody else use them meanwhile.
+    py.detach(|| unsafe { f(first.floats_mut(), second.floats_mut()) });
+    Ok(())
 }
 
 /// Squared l2 norm (float64) of all gradients together and whether any element is inf or NaN.

@@ -13,7 +13,7 @@ use zenflow_core::hyper::Pending;
 use zenflow_core::migrate;
 use zenflow_core::ticket::{Completion, Ticket};
 
-use crate::adam::{float_tensors, hyper_from, HyperTuple};
+use crate::adam::{hyper_from, with_floats, HyperTuple};
 use crate::error::{invalid, to_python};
 use crate::pool::isa_from;
 use crate::tensor::HostTensor;
@@ -143,12 +143,10 @@ impl Engine {
         exp_avg_sq: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let state = self.core.idle_state(parameter).map_err(|error| to_python(&error))?;
-        let [first, second] = float_tensors(state.numel(), exp_avg, exp_avg_sq)?;
-        py.detach(|| {
-            // SAFETY: the state is idle; the tensors have as many float32 elements and are kept alive.
-            unsafe { state.moments().read(first.floats_mut(), second.floats_mut()) };
-        });
-        Ok(())
+        // SAFETY: the state is idle and has as many elements.
+        with_floats(py, state.numel(), exp_avg, exp_avg_sq, |first, second| unsafe {
+            state.moments().read(first, second);
+        })
     }
 
     /// Takes a parameter's moments from float32 tensors: rounded to nearest where they are kept in another format.
@@ -160,12 +158,10 @@ impl Engine {
         exp_avg_sq: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let state = self.core.idle_state(parameter).map_err(|error| to_python(&error))?;
-        let [first, second] = float_tensors(state.numel(), exp_avg, exp_avg_sq)?;
-        py.detach(|| {
-            // SAFETY: as in `read_moments`.
-            unsafe { state.moments().write(first.floats_mut(), second.floats_mut()) };
-        });
-        Ok(())
+        // SAFETY: as in `read_moments`.
+        with_floats(py, state.numel(), exp_avg, exp_avg_sq, |first, second| unsafe {
+            state.moments().write(first, second);
+        })
     }
 
     /// A bucket of `(parameter, start, length)` segments, in elements; the system commits its memory here.

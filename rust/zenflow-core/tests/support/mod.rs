@@ -5,9 +5,10 @@ use std::fmt;
 
 use half::{bf16, f16};
 use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
 use zenflow_core::adam::{self, Entry, Span, WeightFormat};
 use zenflow_core::dtype::Dtype;
-use zenflow_core::hyper::Scalars;
+use zenflow_core::hyper::{Hyper, Scalars};
 use zenflow_core::isa::Isa;
 
 /// Stamps each `fn name(isa: Isa) { .. }` as one test an ISA; those this machine lacks say so and pass.
@@ -37,6 +38,13 @@ macro_rules! on_every_isa {
             )*
         }
     };
+}
+
+/// Checks `property` on `cases` values of `strategy`.
+pub fn check<S: Strategy>(cases: u32, strategy: S, property: impl Fn(S::Value) -> Result<(), TestCaseError>) {
+    TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() })
+        .run(&strategy, property)
+        .unwrap_or_else(|failure| panic!("{failure}"));
 }
 
 /// A small generator (xorshift64*), so that arrays of thousands come from one proptest seed.
@@ -238,6 +246,15 @@ pub fn any_dtype() -> impl Strategy<Value = Dtype> {
     prop::sample::select(Dtype::ALL.to_vec())
 }
 
+/// The constants of update `k`.
+pub fn scalars(hyper: &Hyper, entry: Entry, k: u64, grad_scale: f64) -> Scalars {
+    match entry {
+        Entry::Moments => Scalars::moments(hyper, k, grad_scale),
+        Entry::Move => Scalars::adamw(hyper, k, grad_scale),
+        Entry::AdamL2 => Scalars::adam_l2(hyper, k, grad_scale),
+    }
+}
+
 /// Any update of up to 5,000 elements; `wild` ones have infinities, NaNs and subnormals too.
 pub fn any_case(wild: bool) -> impl Strategy<Value = Case> {
     let len = prop_oneof![0usize..100, 0usize..5000];
@@ -246,12 +263,7 @@ pub fn any_case(wild: bool) -> impl Strategy<Value = Case> {
     (any_entry(), len, formats, shifts, any::<u64>(), 1u64..2000, -1.5f64..1.5).prop_map(
         move |(entry, len, (grad_dtype, out_dtype), shifts, seed, k, grad_scale)| {
             let mut rng = Rng::new(seed);
-            let hyper = hyper();
-            let scalars = match entry {
-                Entry::Moments => Scalars::moments(&hyper, k, grad_scale),
-                Entry::Move => Scalars::adamw(&hyper, k, grad_scale),
-                Entry::AdamL2 => Scalars::adam_l2(&hyper, k, grad_scale),
-            };
+            let scalars = scalars(&hyper(), entry, k, grad_scale);
             let mut draw = |tame: fn(&mut Rng) -> f32| -> Vec<f32> {
                 (0..len).map(|_| if wild { rng.wild() } else { tame(&mut rng) }).collect()
             };
@@ -264,6 +276,6 @@ pub fn any_case(wild: bool) -> impl Strategy<Value = Case> {
 }
 
 /// Hyper-parameters with nothing at a default.
-pub fn hyper() -> zenflow_core::hyper::Hyper {
-    zenflow_core::hyper::Hyper { lr: 3e-3, beta1: 0.87, beta2: 0.993, eps: 1e-7, weight_decay: 0.07 }
+pub fn hyper() -> Hyper {
+    Hyper { lr: 3e-3, beta1: 0.87, beta2: 0.993, eps: 1e-7, weight_decay: 0.07 }
 }
