@@ -3,20 +3,12 @@
 mod support;
 
 use proptest::prelude::*;
-use proptest::test_runner::{Config, TestRunner};
 use rayon::ThreadPoolBuilder;
-use support::{any_dtype, bits, decode, encode, Arena, Rng};
+use support::{any_dtype, bits, check, decode, encode, Arena, Rng};
 use zenflow_core::accumulate::{self, accumulate, accumulate_on};
 use zenflow_core::dtype::Dtype;
 use zenflow_core::isa::Isa;
 use zenflow_core::norm::{self, block_partials, pairwise_sum, stats, stats_on, Stats, BLOCK};
-
-/// Checks `property` on `cases` values of `strategy`.
-fn check<S: Strategy>(cases: u32, strategy: S, property: impl Fn(S::Value) -> Result<(), TestCaseError>) {
-    TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() })
-        .run(&strategy, property)
-        .unwrap_or_else(|failure| panic!("{failure}"));
-}
 
 fn numbers(seed: u64, len: usize, wild: bool) -> Vec<f32> {
     let mut rng = Rng::new(seed);
