@@ -16,6 +16,7 @@ mod lean;
 mod moment;
 mod noise;
 mod pad;
+mod pairs;
 mod slices;
 mod source;
 mod weight;

@@ -13,6 +13,7 @@
 // The essay of `simd` says why.
 #![allow(clippy::inline_always)]
 
+use super::pairs::Pair;
 use crate::simd::{Lanes, Words};
 
 /// 2^32 divided by the golden ratio.
@@ -24,6 +25,8 @@ pub(super) struct Noise<V: Lanes> {
     seed: V::Words,
     /// Golden multiples 0 to 15.
     first: V::Words,
+    /// Golden multiples 0, 2 to 30.
+    even: V::Words,
     odd: V::Words,
 }
 
@@ -38,6 +41,7 @@ impl<V: Lanes> Noise<V> {
             Self {
                 seed: V::Words::splat(seed),
                 first: V::Words::count().mul(V::Words::splat(GOLDEN)),
+                even: V::Words::count().mul(V::Words::splat(GOLDEN.wrapping_mul(2))),
                 odd: V::Words::splat(0x7FEB_352D),
             }
         }
@@ -47,9 +51,22 @@ impl<V: Lanes> Noise<V> {
     #[inline(always)]
     pub(super) unsafe fn bits(self, position: u64) -> V::Words {
         // SAFETY: the caller has the ISA.
+        unsafe { self.mixed(self.first, position) }
+    }
+
+    /// 32 bits for each of the 32 elements from `position` on.
+    #[inline(always)]
+    pub(super) unsafe fn pair(self, position: u64) -> Pair<V::Words> {
+        // SAFETY: the caller has the ISA.
+        unsafe { [self.mixed(self.even, position), self.mixed(self.even, position.wrapping_add(1))] }
+    }
+
+    #[inline(always)]
+    unsafe fn mixed(self, multiples: V::Words, position: u64) -> V::Words {
+        // SAFETY: the caller has the ISA.
         unsafe {
             let start = (position as u32).wrapping_mul(GOLDEN);
-            let x = self.first.add(V::Words::splat(start)).xor(self.seed);
+            let x = multiples.add(V::Words::splat(start)).xor(self.seed);
             let x = x.xor(x.shr::<16>()).mul(self.odd);
             x.xor(x.shr::<15>())
         }

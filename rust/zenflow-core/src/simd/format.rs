@@ -27,6 +27,8 @@ pub(crate) trait Target {
 pub(crate) trait Format: Target {
     /// Its name at run time.
     const DTYPE: Dtype;
+    /// True where an element is the upper half of a float32, the rest of it 0.
+    const UPPER: bool;
 
     /// Reads 16 elements, exactly.
     ///
@@ -73,6 +75,7 @@ impl Target for F32 {
 
 impl Format for F32 {
     const DTYPE: Dtype = Dtype::F32;
+    const UPPER: bool = false;
 
     #[inline(always)]
     unsafe fn load<V: Lanes>(from: *const u8) -> V {
@@ -82,7 +85,7 @@ impl Format for F32 {
 }
 
 macro_rules! half_format {
-    ($name:ident, $round:ident, $load:ident) => {
+    ($name:ident, $round:ident, $load:ident, $upper:literal) => {
         impl Target for $name {
             const SIZE: usize = Dtype::$name.size();
 
@@ -101,6 +104,7 @@ macro_rules! half_format {
 
         impl Format for $name {
             const DTYPE: Dtype = Dtype::$name;
+            const UPPER: bool = $upper;
 
             #[inline(always)]
             unsafe fn load<V: Lanes>(from: *const u8) -> V {
@@ -111,5 +115,5 @@ macro_rules! half_format {
     };
 }
 
-half_format!(Bf16, to_bf16, load_bf16);
-half_format!(F16, to_f16, load_f16);
+half_format!(Bf16, to_bf16, load_bf16, true);
+half_format!(F16, to_f16, load_f16, false);
