@@ -49,6 +49,14 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     return [key for key in a.keys() | b.keys() if not torch.equal(a[key], b[key])]
 
 
+# ||error|| / ||update|| of the masters against float64 after so many steps. The first step moves by the moments as
+# computed; from then on by what was kept of them.
+BUDGETS = {
+    "bfloat16": {1: 4e-6, 10: 3e-3, 100: 5e-3, 1000: 1.1e-2},
+    "int8": {1: 4e-6, 10: 4.5e-2, 100: 6.5e-2, 1000: 8e-2},
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("state_dtype", LEAN)
 def test_weights_follow_torchs_adamw(state_dtype: str, dtype: torch.dtype) -> None:
@@ -56,16 +64,17 @@ def test_weights_follow_torchs_adamw(state_dtype: str, dtype: torch.dtype) -> No
     start = reference.detach().clone()
     optimizer = CPUAdamW([weight], lr=1e-3, state_dtype=state_dtype)
     oracle = torch.optim.AdamW([reference], lr=1e-3)
-    for step in range(100):
+    for step in range(1, 1001):
         generator = torch.Generator().manual_seed(step)
         weight.grad = (torch.randn(NUMEL, generator=generator) + 0.5).to(dtype)
         reference.grad = weight.grad.double()
         optimizer.step()
         oracle.step()
-    entry = optimizer.state_dict()["state"][0]
-    master = weight if dtype == torch.float32 else entry["master_weight"]
-    error = (master.detach().double() - reference.detach()).norm() / (reference.detach() - start).norm()
-    assert error < {"bfloat16": 0.01, "int8": 0.1}[state_dtype]
+        if step in BUDGETS[state_dtype]:
+            entry = optimizer.state_dict()["state"][0]
+            master = weight if dtype == torch.float32 else entry["master_weight"]
+            error = (master.detach().double() - reference.detach()).norm()
+            assert error < BUDGETS[state_dtype][step] * (reference.detach() - start).norm(), step
     # What is shown is the master, rounded to nearest.
     assert (weight.detach().float() - master.detach()).abs().max() <= 2.0**-8 * master.detach().abs().max()
     ulp = {torch.float32: 0.0, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}[dtype]
